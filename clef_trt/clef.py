@@ -1,0 +1,164 @@
+"""Clef: the data path, request → encode → batch → run → answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .answer import CONFIDENCES, response
+from .batch import PassLimits, collate, plan_passes, split_logits
+from .bundle import Manifest, open_bundle
+from .encode import Encoder
+from .engine import Engine, open_engine
+from .errors import EngineError, Fault, RequestError, SettingError
+from .request import parse_request
+from .types import Encoding, Limits, Request
+
+TRUNCATIONS = ("report", "refuse")
+
+
+class Clef:
+    """Decides requests with a compiled bundle. Safe to use from several threads.
+
+    Made by `Clef.load`, or from parts (any Engine, for instance the fake one) by the constructor.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        encoder: Encoder,
+        engine: Engine,
+        *,
+        max_length: int = 16384,
+        max_state_tokens: int | None = None,
+        truncation: str = "report",
+        confidence: str = "max",
+        limits: Limits = Limits(),
+        pass_limits: PassLimits = PassLimits(),
+    ) -> None:
+        """Raises SettingError for an impossible setting; see `Clef.load` for what each means."""
+        if not 1 <= max_length <= manifest.model.max_tokens:
+            raise SettingError(f"max_length is {max_length}; this model takes 1 to {manifest.model.max_tokens} tokens")
+        if max_state_tokens is not None and max_state_tokens < 0:
+            raise SettingError(f"max_state_tokens is {max_state_tokens}; expected at least 0, or None for no bound")
+        if truncation not in TRUNCATIONS:
+            raise SettingError(f"truncation is {truncation!r}; expected one of {', '.join(TRUNCATIONS)}")
+        if confidence not in CONFIDENCES:
+            raise SettingError(f"confidence is {confidence!r}; expected one of {', '.join(CONFIDENCES)}")
+        self.manifest = manifest
+        self.engine = engine
+        self._encoder = encoder
+        self._max_length, self._max_state_tokens = max_length, max_state_tokens
+        self._refuse_truncation = truncation == "refuse"
+        self._confidence = confidence
+        self._limits, self._pass_limits = limits, pass_limits
+
+    @classmethod
+    def load(
+        cls,
+        bundle: str | Path,
+        *,
+        engine: str = "auto",
+        weights: str | Path | None = None,
+        threads: int | None = None,
+        control_tokens: str = "text",
+        **settings: Any,
+    ) -> Clef:
+        """Open a bundle.
+
+        engine: "auto" or "onnxruntime". weights: the new place of a release that moved since its export.
+        threads: of ONNX Runtime, None for one per core. control_tokens: "text" keeps `<|im_end|>` and its like in a
+        caller's text as plain text, "reference" parses them as the published code does.
+        Settings: max_length (tokens of a record, the state is cut to fit), max_state_tokens, truncation ("report" in
+        the response's usage, or "refuse"), confidence ("max", "jev" or "entropy"), limits, pass_limits.
+
+        Raises BundleError, EngineError or SettingError.
+        """
+        opened = open_bundle(bundle, weights)
+        encoder = Encoder(opened.path("tokenizer.json"), control_tokens)
+        return cls(opened.manifest, encoder, open_engine(engine, opened, threads), **settings)
+
+    def decide(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answers to one request body, as a response body {"model", "answers", "usage"}.
+
+        Raises RequestError (every fault with its place), TooLongError, EngineError.
+        """
+        return self.decide_batch([request])[0]
+
+    def decide_batch(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The answers to several requests, in their order; raises before anything is run if one of them is wrong."""
+        parsed = self._parse(requests)
+        encodings = self._encode(parsed)
+        logits = self._run(encodings)
+        return [
+            response(request, encoding, values, self._confidence)
+            for request, encoding, values in zip(parsed, encodings, logits, strict=True)
+        ]
+
+    def encode(self, request: dict[str, Any]) -> Encoding:
+        """Token ids and spans of one request, as the model reads it."""
+        return self._encode(self._parse([request]))[0]
+
+    def logits(self, requests: Sequence[dict[str, Any]]) -> list[list[np.ndarray]]:
+        """Per request, per question: float32 logits in encoded option order (see `encode`)."""
+        return self._run(self._encode(self._parse(requests)))
+
+    def info(self) -> dict[str, Any]:
+        """What is loaded and in effect."""
+        return {
+            "source": self.manifest.source.name,
+            "precision": self.manifest.precision,
+            "parameters": self.manifest.weights.parameters,
+            "max_length": self._max_length,
+            **self.engine.info(),
+        }
+
+    def close(self) -> None:
+        """Release the engine."""
+        self.engine.close()
+
+    def __enter__(self) -> Clef:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _parse(self, requests: Sequence[dict[str, Any]]) -> list[Request]:
+        return _each(requests, lambda request: parse_request(request, self._limits))
+
+    def _encode(self, requests: Sequence[Request]) -> list[Encoding]:
+        return _each(
+            requests,
+            lambda request: self._encoder.encode(
+                request, self._max_length, self._max_state_tokens, self._refuse_truncation
+            ),
+        )
+
+    def _run(self, encodings: Sequence[Encoding]) -> list[list[np.ndarray]]:
+        result: list[list[np.ndarray]] = [[]] * len(encodings)
+        for indices in plan_passes([e.tokens for e in encodings], self.manifest.model, self._pass_limits):
+            together = [encodings[i] for i in indices]
+            logits = self.engine.run(collate(together, self.manifest.model.hidden_size))["logits"]
+            for i, values in zip(indices, split_logits(logits, together), strict=True):
+                if not all(np.isfinite(question).all() for question in values):
+                    raise EngineError("the engine returned logits that are not finite")
+                result[i] = values
+        return result
+
+
+def _each(items: Sequence[Any], step: Any) -> list[Any]:
+    """`step` of every item; the faults of all are raised together, with the item's index where there are several."""
+    results, faults = [], []
+    for index, item in enumerate(items):
+        try:
+            results.append(step(item))
+        except RequestError as error:
+            if len(items) == 1:
+                raise
+            faults += [Fault((index, *fault.loc), fault.message, fault.kind) for fault in error.faults]
+    if faults:
+        raise RequestError(faults)
+    return results

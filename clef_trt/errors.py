@@ -1,0 +1,83 @@
+"""The errors callers meet.
+
+ClefError
+├── RequestError        the request is wrong; `.faults` lists every fault with its place
+│   └── TooLongError    the request needs more tokens than the limit; `.needed_tokens`, `.limit_tokens`
+├── BundleError         a bundle is missing, incomplete, altered or of another version
+├── EngineError         an engine cannot be opened or its answer is unusable
+├── SettingError        an unknown or impossible setting
+├── MissingExtraError   an optional dependency is not installed
+├── ReleaseError        a checkpoint cannot be read (export)
+├── ExportError         a step of the export broke its promise
+└── VerificationError   an engine does not agree with its reference (the gate of `verify`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+class ClefError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong with a request: where, what kind, and what came against what was expected."""
+
+    loc: tuple[str | int, ...]
+    message: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{'.'.join(map(str, self.loc)) or 'request'}: {self.message}"
+
+
+class RequestError(ClefError):
+    """The request is wrong. `faults` holds all of them, not only the first."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self.faults = tuple(faults)
+        super().__init__("\n".join(map(str, self.faults)))
+
+
+class TooLongError(RequestError):
+    """Schema and media alone exceed the token limit, or the state would be cut where that is refused."""
+
+    def __init__(self, message: str, needed_tokens: int, limit_tokens: int) -> None:
+        self.needed_tokens, self.limit_tokens = needed_tokens, limit_tokens
+        super().__init__([Fault((), message, "too_long")])
+
+
+class BundleError(ClefError):
+    """A bundle is missing, incomplete, altered, moved or of another format version."""
+
+
+class EngineError(ClefError):
+    """An engine cannot be opened, refuses its inputs, or returned something unusable."""
+
+
+class SettingError(ClefError):
+    """A setting is unknown or its value impossible."""
+
+
+class ReleaseError(ClefError):
+    """A checkpoint cannot be read or does not fit its configuration."""
+
+
+class ExportError(ClefError):
+    """A step of the export did not do what it promises."""
+
+
+class VerificationError(ClefError):
+    """An engine does not agree with its reference."""
+
+
+class MissingExtraError(ClefError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, what: str, extra: str, cause: Any = None) -> None:
+        detail = f" ({cause})" if cause else ""
+        super().__init__(f"{what} needs packages that are not installed{detail}: pip install 'clef-trt[{extra}]'")

@@ -1,0 +1,69 @@
+"""One frozen type per stage of the data path: Request → Encoding → (batch tensors) → logits → answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+QUESTION_TYPES = ("noul", "choice", "score")  # the index is the type id the head embeds
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may hold; one more is refused."""
+
+    questions: int = 64
+    options: int = 255  # of a choice
+    levels: int = 10  # of a score
+
+
+@dataclass(frozen=True)
+class Question:
+    """One validated question."""
+
+    id: str
+    type: str  # one of QUESTION_TYPES
+    instructions: Any  # text or JSON; None or "" stands for the id
+    options: tuple[tuple[str, Any], ...]  # (option id, description or None) in the order the model reads them
+    criteria: Any  # as the caller gave them: their order is the order of the answer
+
+
+@dataclass(frozen=True)
+class Request:
+    """One validated request."""
+
+    model: str
+    state: Any
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True)
+class EncodedQuestion:
+    """Where one question and its options lie in `Encoding.input_ids`; a span is (start, end), end exclusive."""
+
+    id: str
+    type: str
+    span: tuple[int, int]
+    option_spans: tuple[tuple[int, int], ...]
+    option_ids: tuple[str, ...]  # in encoded order, which is the order of the logits
+
+
+@dataclass(frozen=True, eq=False)
+class Encoding:
+    """One record as the model reads it."""
+
+    input_ids: np.ndarray  # [tokens] int64
+    questions: tuple[EncodedQuestion, ...]
+    truncated_state_tokens: int  # tokens of the state that did not fit and were cut from its end
+
+    @property
+    def tokens(self) -> int:
+        """Length of the record."""
+        return len(self.input_ids)
+
+    @property
+    def options(self) -> int:
+        """Options of all questions."""
+        return sum(len(question.option_ids) for question in self.questions)
