@@ -100,16 +100,16 @@ def fill_parameters(model: ir.Model, tensors: dict[str, StoredTensor]) -> None:
         )
         model.graph.initializers[value.name] = value
         if stored != traced:
-            _cast_uses(model, value, traced)
+            _cast_uses(model, value, stored, traced)
 
 
-def _cast_uses(model: ir.Model, value: ir.Value, dtype: ir.DataType) -> None:
+def _cast_uses(model: ir.Model, value: ir.Value, stored: ir.DataType, dtype: ir.DataType) -> None:
     uses = list(value.uses())
     if all(use.node.op_type == "Gather" and use.idx == 0 for use in uses):
         for use in uses:
             gathered = use.node.outputs[0]
             consumers = list(gathered.uses())
-            gathered.dtype = value.dtype
+            gathered.dtype = stored
             cast = _cast(gathered, dtype, use.node)
             for consumer in consumers:
                 consumer.node.replace_input_with(consumer.idx, cast)
