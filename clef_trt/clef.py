@@ -51,7 +51,7 @@ class Clef:
         self.manifest = manifest
         self.engine = engine
         self._encoder = encoder
-        self._max_length, self._max_state_tokens = max_length, max_state_tokens
+        self.max_length, self._max_state_tokens = max_length, max_state_tokens
         self._refuse_truncation = truncation == "refuse"
         self._confidence = confidence
         self._limits, self._pass_limits = limits, pass_limits
@@ -112,7 +112,7 @@ class Clef:
             "source": self.manifest.source.name,
             "precision": self.manifest.precision,
             "parameters": self.manifest.weights.parameters,
-            "max_length": self._max_length,
+            "max_length": self.max_length,
             **self.engine.info(),
         }
 
@@ -133,7 +133,7 @@ class Clef:
         return _each(
             requests,
             lambda request: self._encoder.encode(
-                request, self._max_length, self._max_state_tokens, self._refuse_truncation
+                request, self.max_length, self._max_state_tokens, self._refuse_truncation
             ),
         )
 

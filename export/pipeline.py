@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from collections.abc import Callable
 from importlib.metadata import version
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import onnx
 import onnx_ir as ir
+from onnx import helper
 
 from clef_trt.bundle import (
     FORMAT_VERSION,
@@ -56,10 +56,9 @@ def export(
         progress(f"tracing {len(release.config.text.layer_types)} layers")
         model = trace_text_model(release.config)
         tensors = parameter_tensors(release, _parameters(model))
-        # Hashed before anything is copied or referenced, and in parallel: the longest step of a large release.
-        progress(f"hashing {sum(t.length_bytes for t in tensors.values()) / 1e9:.1f} GB of weights")
-        hashes = sha256_of_files([release.root / name for name in release.weight_files], progress)
-        source_record = SourceRecord(release.name, _source_sha256(release, hashes))
+        progress(f"hashing {sum(t.length_bytes for t in tensors.values()) / 1e6:,.0f} MB of weights")
+        hashes = hash_weights(release, progress)
+        source_record = SourceRecord(release.name, source_sha256(release, hashes))
         if copy_weights:
             progress("copying weights")
             tensors = copied(release, tensors, folder / WEIGHTS_FILE, progress)
@@ -70,7 +69,7 @@ def export(
             files = file_records(root, sorted({t.file for t in tensors.values()}), hashes)
         fill_parameters(model, tensors)
         progress("writing and checking the graph")
-        graph = _write_graph(model, folder / TEXT_GRAPH_FILE, root)
+        graph = _write_graph(model, folder / TEXT_GRAPH_FILE)
         for name in COPIED_FILES:
             if (release.folder / name).is_file():
                 shutil.copyfile(release.folder / name, folder / name)
@@ -100,11 +99,17 @@ def _parameters(model: ir.Model) -> dict[str, tuple[int, ...]]:
     return {str(value.name): tuple(value.shape.numpy()) if value.shape is not None else () for value in values}
 
 
-def _source_sha256(release: Release, hashes: dict[Path, str]) -> str:
+def hash_weights(release: Release, progress: Progress = lambda _: None) -> dict[Path, str]:
+    """The SHA-256 of every weight file."""
+    return sha256_of_files([release.root / name for name in release.weight_files], progress)
+
+
+def source_sha256(release: Release, hashes: dict[Path, str]) -> str:
+    """SHA-256 over a release's configuration and the hashes of its weight files: the same in any layout on disk."""
     state = hashlib.sha256()
     for name in ("config.json", "joint_head_config.json"):
         state.update((release.folder / name).read_bytes())
-    # By content, in the order of the tensors' names: the same release has the same hash in any layout on disk.
+    # In the order of the tensors' names: file names differ between layouts.
     for file in dict.fromkeys(tensor.file for _, tensor in sorted(release.tensors.items())):
         state.update(bytes.fromhex(hashes[release.root / file]))
     return state.hexdigest()
@@ -127,28 +132,33 @@ def _model_record(release: Release) -> ModelRecord:
     )
 
 
-def _write_graph(model: ir.Model, path: Path, weights_root: Path) -> GraphRecord:
-    """Serialise with the local functions attached, and let ONNX check it with its weights in reach."""
+def _write_graph(model: ir.Model, path: Path) -> GraphRecord:
+    """Serialise with the local functions attached, and let ONNX check it."""
     proto = ir.to_proto(model)
     proto.functions.extend(fp32_functions())
-    check_graph(proto, weights_root)
+    check_graph(proto)
     path.write_bytes(proto.SerializeToString())
     inputs = [TensorRecord(name, dtype, list(axes)) for name, (dtype, axes) in TEXT_INPUTS.items()]
     outputs = [TensorRecord("logits", "float32", ["batch", "options"])]
     return GraphRecord(path.name, model.opset_imports[""], inputs, outputs)
 
 
-def check_graph(proto: onnx.ModelProto, weights_root: Path) -> None:
+def check_graph(proto: onnx.ModelProto) -> None:
     """ONNX's checker and strict shape inference over the graph; raises ExportError with what they found.
 
-    External data is looked for beside the working directory, so the check runs from the weights' root.
+    Weights are declared as inputs for the check: their bytes are checked already (`stored_tensors`), and the checker
+    would look for them under the working directory and refuse files that have hard links.
     """
-    before = Path.cwd()
-    os.chdir(weights_root)
+    declared = onnx.ModelProto()
+    declared.CopyFrom(proto)
+    for tensor in proto.graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            declared.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    embedded = [t for t in proto.graph.initializer if t.data_location != onnx.TensorProto.EXTERNAL]
+    del declared.graph.initializer[:]
+    declared.graph.initializer.extend(embedded)
     try:
-        onnx.checker.check_model(proto)
-        onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
+        onnx.checker.check_model(declared)
+        onnx.shape_inference.infer_shapes(declared, check_type=True, strict_mode=True, data_prop=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as fault:
         raise ExportError(f"check: ONNX refuses the graph: {fault}") from fault
-    finally:
-        os.chdir(before)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from clef_trt.errors import ReleaseError
 
 from .config import ReleaseConfig, parse_config
-from .release import HEAD_FILE, INDEX_FILE, SINGLE_FILE, write_safetensors_header
+from .release import HEAD_FILE, INDEX_FILE, SINGLE_FILE, safetensors_header
 from .trace import TextModel, checkpoint_name
 from .vision import VisionTower
 
@@ -75,38 +75,38 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_release(folder: Path, config: dict[str, Any], head: dict[str, Any], tokenizer: Tokenizer, seed: int) -> None:
-    """A release of random BF16 weights in the published layout, one file for the backbone.
+def write_release(
+    folder: Path,
+    config: dict[str, Any],
+    head: dict[str, Any],
+    tokenizer: Tokenizer,
+    seed: int | None,
+    shard_bytes: int = 5 * 10**9,
+) -> None:
+    """A release of random BF16 weights in the published layout; with seed None the weights are holes in sparse files.
 
     Raises ReleaseError when `folder` exists and is not empty, or the configuration is one the export refuses.
     """
-    _write_small_files(folder, config, head, tokenizer)
     backbone, joint_head = _shapes(parse_config(config, head))
-    generator = torch.Generator().manual_seed(seed)
-    for file, shapes in ((SINGLE_FILE, backbone), (HEAD_FILE, joint_head)):
-        header, _ = write_safetensors_header({name: ("BF16", shape) for name, shape in shapes.items()})
+    _write_small_files(folder, config, head, tokenizer)
+    shards = list(_shards(backbone, shard_bytes))
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = [SINGLE_FILE]
+    else:
+        weight_map = {tensor: file for file, shapes in zip(names, shards, strict=True) for tensor in shapes}
+        (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    for file, shapes in zip([*names, HEAD_FILE], [*shards, joint_head], strict=True):
+        header, data_bytes = safetensors_header({name: ("BF16", shape) for name, shape in shapes.items()})
         with (folder / file).open("wb") as out:
             out.write(header)
+            if generator is None:
+                out.truncate(len(header) + data_bytes)
+                continue
             for name, shape in shapes.items():
                 values = _random(name, shape, generator).to(torch.bfloat16)
                 out.write(values.contiguous().view(torch.int16).numpy().tobytes())
-
-
-def write_sparse_release(
-    folder: Path, config: dict[str, Any], head: dict[str, Any], tokenizer: Tokenizer, shard_bytes: int = 5 * 10**9
-) -> None:
-    """A release of all-zero BF16 weights whose sharded files are holes: full size, almost no disk."""
-    _write_small_files(folder, config, head, tokenizer)
-    backbone, joint_head = _shapes(parse_config(config, head))
-    shards = list(_shards(backbone, shard_bytes))
-    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    weight_map = {tensor: file for file, shapes in zip(names, shards, strict=True) for tensor in shapes}
-    (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    for file, shapes in zip([*names, HEAD_FILE], [*shards, joint_head], strict=True):
-        header, data_bytes = write_safetensors_header({name: ("BF16", shape) for name, shape in shapes.items()})
-        with (folder / file).open("wb") as out:
-            out.write(header)
-            out.truncate(len(header) + data_bytes)
 
 
 def _write_small_files(folder: Path, config: dict[str, Any], head: dict[str, Any], tokenizer: Tokenizer) -> None:

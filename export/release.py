@@ -135,7 +135,7 @@ def stored_tensors(path: Path, relative: str) -> dict[str, StoredTensor]:
     return tensors
 
 
-def write_safetensors_header(shapes: dict[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, int]:
+def safetensors_header(shapes: dict[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, int]:
     """The header of a safetensors file of tensors in this order {name: (dtype, shape)}, and its data's bytes."""
     entries, end = {}, 0
     for name, (dtype, shape) in shapes.items():

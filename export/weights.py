@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from clef_trt.errors import ReleaseError
 
-from .release import Release, StoredTensor, write_safetensors_header
+from .release import Release, StoredTensor, safetensors_header
 from .trace import checkpoint_name
 
 ONNX_DTYPES = {"BF16": ir.DataType.BFLOAT16, "F16": ir.DataType.FLOAT16, "F32": ir.DataType.FLOAT}
@@ -56,7 +56,7 @@ def copied(
     release: Release, tensors: dict[str, StoredTensor], path: Path, progress: Callable[[str], None]
 ) -> dict[str, StoredTensor]:
     """The tensors written into one safetensors file at `path`; returned with their new places."""
-    header, data_bytes = write_safetensors_header({name: (t.dtype, t.shape) for name, t in tensors.items()})
+    header, data_bytes = safetensors_header({name: (t.dtype, t.shape) for name, t in tensors.items()})
     places, done, told = {}, 0, 0
     with path.open("wb") as target:
         target.write(header)

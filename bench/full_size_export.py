@@ -1,0 +1,118 @@
+"""Exports of the published sizes without their weights: time, memory, and that the graph is the right one.
+
+Makes sparse releases of the 9B and 27B configurations (holes instead of weights), plain and laid out as a hub cache of
+symlinks, and exports each in a process of its own.
+
+    python bench/full_size_export.py [--shapes 9b 27b] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+SHAPES = Path(__file__).parent / "shapes"
+# Numbers in the published files: layers and final norm, embedding and output embedding, joint head.
+PUBLISHED_PARAMETERS = {"9b": 6_919_565_824 + 2 * 1_017_118_720 + 121_762_820}
+
+
+def make_release(shape: str, folder: Path) -> None:
+    """A sparse release of one shape."""
+    from clef_export.random_release import byte_tokenizer, write_release
+
+    value = json.loads((SHAPES / f"{shape}.json").read_text())
+    write_release(folder, value["config"], value["joint_head_config"], byte_tokenizer(), seed=None)
+
+
+def hub_cache(release: Path, cache: Path) -> Path:
+    """The release as a hub cache lays it out: blobs by hash, and a snapshot of relative symlinks to them."""
+    blobs, snapshot = cache / "blobs", cache / "snapshots" / "0123abcd"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, path in enumerate(sorted(release.iterdir())):
+        blob = blobs / f"{number:064x}"
+        path.rename(blob)
+        (snapshot / path.name).symlink_to(os.path.relpath(blob, snapshot))
+    return snapshot
+
+
+def export_once(release: Path, bundle: Path) -> dict[str, Any]:
+    """Export, measured: seconds and this process's peak of resident memory."""
+    os.environ["XDG_CACHE_HOME"] = str(bundle.parent / "cache")  # hashes are computed, not remembered
+    start = time.perf_counter()
+    from clef_export.pipeline import export
+
+    manifest = export(release, bundle, progress=lambda text: print(f"  [{time.perf_counter() - start:6.1f} s] {text}"))
+    seconds, peak = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    check_with_weights(bundle / "text.onnx", Path(manifest.weights.root))
+    return {
+        "seconds": round(seconds, 1),
+        "peak_resident_gb": round(peak / 1e6, 2),
+        "parameters": manifest.weights.parameters,
+        "weights_gb": round(manifest.weights.stored_bytes / 1e9, 1),
+        "graph_mb": round((bundle / "text.onnx").stat().st_size / 1e6, 2),
+    }
+
+
+def check_with_weights(graph: Path, root: Path) -> None:
+    """The exported file itself through ONNX's checker, its weights found from their root, and full shape inference."""
+    import onnx
+
+    model = onnx.load(graph, load_external_data=False)
+    os.chdir(root)
+    onnx.checker.check_model(model, full_check=True)
+
+
+def measure(shape: str, layout: str) -> dict[str, Any]:
+    """One shape in one layout."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        release = folder / "release"
+        make_release(shape, release)
+        if layout == "hub cache":
+            release = hub_cache(release, folder / "models--example--clef")
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            result = pool.submit(export_once, release, folder / "bundle").result()
+    expected = PUBLISHED_PARAMETERS.get(shape)
+    if expected is not None and result["parameters"] != expected:
+        raise SystemExit(f"{shape}: {result['parameters']:,} parameters in the graph, {expected:,} published")
+    return {"shape": shape, "layout": layout} | result
+
+
+def main() -> None:
+    """Print a card, a table and, where asked, one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=["9b", "27b"], choices=[p.stem for p in SHAPES.glob("*.json")])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    card = {
+        "what": "export of sparse full-size releases, ONNX checker and strict shape inference included",
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("clef-trt", "torch", "onnx", "onnxscript")},
+    }
+    print(json.dumps(card, indent=1))
+    rows = [measure(shape, layout) for shape in options.shapes for layout in ("folder", "hub cache")]
+    print(f"{'shape':8}{'layout':12}{'seconds':>9}{'peak GB':>9}{'weights GB':>12}{'graph MB':>10}  parameters")
+    for row in rows:
+        print(
+            f"{row['shape']:8}{row['layout']:12}{row['seconds']:9.1f}{row['peak_resident_gb']:9.2f}"
+            f"{row['weights_gb']:12.1f}{row['graph_mb']:10.2f}  {row['parameters']:,}"
+        )
+    if options.json is not None:
+        options.json.write_text(json.dumps({"card": card, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

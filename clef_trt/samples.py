@@ -1,0 +1,22 @@
+"""The sample requests that ship with the package."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import Any
+
+
+def ticket() -> dict[str, Any]:
+    """A support ticket with four questions: the request of the demonstration."""
+    request: dict[str, Any] = json.loads(_text("sample_ticket.json"))
+    return request
+
+
+def requests() -> list[dict[str, Any]]:
+    """A handful of different requests: what `verify` compares when it is given none."""
+    return [ticket(), *(json.loads(line) for line in _text("sample_requests.jsonl").splitlines())]
+
+
+def _text(name: str) -> str:
+    return (files(__package__) / name).read_text(encoding="utf-8")

@@ -1,0 +1,86 @@
+"""The published reference, for comparison: its own code over a release, in float32 on the CPU."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from clef_trt.errors import MissingExtraError, ReleaseError
+
+from .config import read_json
+
+FILE = "joint_schema_model.py"
+# The file is run only if it is the published one, wherever it lies.
+SHA256 = "0e304cf7c6500e8bb59bef7e2afd2c6373f82596dfb3b57d1aa93c175e2dc3a3"
+
+
+class Reference:
+    """The published model and encoder over one release."""
+
+    def __init__(self, folder: Path) -> None:
+        """Loads all weights in float32: four bytes a parameter. Raises ReleaseError when the code cannot be had."""
+        try:
+            from safetensors.torch import load_file
+            from transformers import AutoTokenizer, Qwen3_5ForConditionalGeneration
+        except ImportError as fault:
+            raise MissingExtraError("the reference", "export", fault) from None
+        self.module = reference_module(folder)
+        backbone = Qwen3_5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        backbone.config.use_cache = False
+        config = read_json(folder / "joint_head_config.json")
+        head = self.module.JointSchemaHead(**config)
+        head.load_state_dict(load_file(folder / "joint_head.safetensors"))
+        self.model = self.module.ClefModel(backbone, head.float()).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def encode(self, request: dict[str, Any], max_length: int = 16384) -> Any:
+        """The reference's EncodedRecord; raises its ValueError where the schema is too long."""
+        return self.module.encode_record(self.tokenizer, request, max_length=max_length)
+
+    def logits(self, request: dict[str, Any], max_length: int = 16384) -> list[np.ndarray]:
+        """Per question float32 logits, in the order of its encoded options."""
+        return self.batch_logits([request], max_length)[0]
+
+    def batch_logits(self, requests: Sequence[dict[str, Any]], max_length: int = 16384) -> list[list[np.ndarray]]:
+        """As `logits`, several requests in one padded batch."""
+        records = [self.encode(request, max_length) for request in requests]
+        with torch.inference_mode():
+            batch = self.module.collate_records(records, self.tokenizer.pad_token_id, torch.device("cpu"))
+            return [[question.numpy() for question in record] for record in self.model(batch)]
+
+
+def reference_module(folder: Path) -> ModuleType:
+    """The published joint_schema_model: the copy in clef-finetune, else the release's own, if it is the published one.
+
+    Neither is trusted by its name: what is run has the known hash.
+    """
+    candidates = [folder / FILE]
+    package = importlib.util.find_spec("clef_finetune")
+    if package is not None and package.submodule_search_locations:
+        candidates.insert(0, Path(package.submodule_search_locations[0]) / "_vendor" / FILE)
+    for path in candidates:
+        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == SHA256:
+            return _load(path)
+    raise ReleaseError(
+        f"the published {FILE} is needed to compare with (SHA-256 {SHA256[:8]}…): neither clef-finetune 0.1.0 is "
+        f"installed (pip install --no-deps clef-finetune==0.1.0) nor does {folder} hold that very file"
+    )
+
+
+def _load(path: Path) -> ModuleType:
+    name = "clef_reference_joint_schema_model"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # its dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
