@@ -23,7 +23,7 @@ from .table import table
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 where verification fails, 2 for any other error."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
         options.command(options)
@@ -36,10 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="clef-trt", description="Compiled Clef decisions.")
-    parser.add_argument("--version", action="version", version=f"clef-trt {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+def parser() -> argparse.ArgumentParser:
+    """The commands and their options."""
+    result = argparse.ArgumentParser(prog="clef-trt", description="Compiled Clef decisions.")
+    result.add_argument("--version", action="version", version=f"clef-trt {__version__}")
+    commands = result.add_subparsers(required=True, metavar="COMMAND")
 
     export = commands.add_parser("export", help="make a bundle of a release (needs the extra: export)")
     export.add_argument("release", metavar="RELEASE", help="a folder, or a hub name such as Cloudflare/clef-flash")
@@ -74,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="export a small random release and decide a support ticket (extra: export)")
     demo.set_defaults(command=_demo)
-    return parser
+    return result
 
 
 def _add_bundle(parser: argparse.ArgumentParser) -> None:

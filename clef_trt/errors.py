@@ -19,6 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 
+def printable(text: str, most: int = 40) -> str:
+    """Text of a caller as it may be shown: one line, no control characters, at most `most` characters."""
+    shown = "".join(letter if letter.isprintable() else "·" for letter in text[:most])
+    return shown if len(text) <= most else shown[:-1] + "…"
+
+
 class ClefError(Exception):
     """Base of every error this package raises on purpose."""
 
@@ -32,7 +38,8 @@ class Fault:
     kind: str
 
     def __str__(self) -> str:
-        return f"{'.'.join(map(str, self.loc)) or 'request'}: {self.message}"
+        place = ".".join(printable(str(part)) for part in self.loc)
+        return f"{place or 'request'}: {self.message}"
 
 
 class RequestError(ClefError):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .errors import printable
+
 BAR_WIDTH = 24
 
 
@@ -13,12 +15,12 @@ def table(response: dict[str, Any]) -> str:
     for name, answer in response["answers"].items():
         lines.append(f"{name}: {_decision(answer)}")
         options = _probabilities(answer)
-        width = max(len(_printable(option)) for option in options)
+        width = max(len(printable(option)) for option in options)
         best = max(options, key=options.__getitem__)
         for option, probability in options.items():
             bar = "█" * round(probability * BAR_WIDTH)
             mark = "→" if option == best else " "
-            lines.append(f"  {mark} {_printable(option):{width}}  {probability:6.1%}  {bar}".rstrip())
+            lines.append(f"  {mark} {printable(option):{width}}  {probability:6.1%}  {bar}".rstrip())
     return "\n".join(lines)
 
 
@@ -26,7 +28,7 @@ def _decision(answer: dict[str, Any]) -> str:
     if answer["type"] == "noul":
         return "yes" if answer["noul"] >= 0.5 else "no"
     if answer["type"] == "choice":
-        return _printable(answer["choice"])
+        return printable(answer["choice"])
     return f"{answer['score']:.2f} of {len(answer['legend']) - 1}"
 
 
@@ -37,9 +39,3 @@ def _probabilities(answer: dict[str, Any]) -> dict[str, float]:
         return {f"{level} {answer['legend'][level]}": p for level, p in answer["probabilities"].items()}
     probabilities: dict[str, float] = answer["probabilities"]
     return probabilities
-
-
-def _printable(text: str) -> str:
-    """One line, without control characters, of at most 40 characters."""
-    shown = "".join(letter if letter.isprintable() else "·" for letter in text)
-    return shown if len(shown) <= 40 else shown[:39] + "…"

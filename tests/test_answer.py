@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from clef_trt.answer import answer, softmax
 from clef_trt.request import parse_request
 from clef_trt.types import Question

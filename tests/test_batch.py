@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from clef_trt import Clef, RequestError, samples
 from clef_trt.batch import PassLimits, attention_bytes, plan_passes
 from clef_trt.bundle import ModelRecord, read_manifest
 from clef_trt.encode import Encoder
 from clef_trt.fake import FakeEngine
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 MODEL = ModelRecord(96, 262144, 16, 16, 256, {})
 

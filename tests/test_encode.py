@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import GOLDEN
+from tokenizers import Tokenizer
+
 from clef_trt import BundleError, RequestError, SettingError, TooLongError
 from clef_trt.encode import PREFIX, SUFFIX, Encoder, render
 from clef_trt.request import parse_request
 from clef_trt.types import Encoding
-from conftest import GOLDEN
-from tokenizers import Tokenizer
 
 TOKENIZER = GOLDEN / "odd" / "tokenizer.json"
 CONTROL_IDS = set(range(272, 281))

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clef_trt import Clef, TooLongError
 from conftest import RELEASES, control_tokens, golden_cases
+
+from clef_trt import Clef, TooLongError
 
 TOLERANCE = 1e-4
 GIANTS = ("questions_64", "options_255")
@@ -116,7 +117,10 @@ def test_peak_memory_over_all_cases_is_under_8_gb(bundles: dict[str, Path]) -> N
     for release in RELEASES:
         golden = Path(__file__).parent / "golden" / f"{release}.json"
         run = subprocess.run(
-            [sys.executable, "-c", program, str(bundles[release]), str(golden)], capture_output=True, text=True, check=True
+            [sys.executable, "-c", program, str(bundles[release]), str(golden)],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         longest, kilobytes = map(int, run.stdout.split())
         assert longest == 15807

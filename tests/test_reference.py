@@ -12,10 +12,11 @@ import pytest
 from clef_export.pipeline import export
 from clef_export.random_release import byte_tokenizer, small_config, write_release
 from clef_export.reference import Reference
-from clef_trt import Clef
 from conftest import RELEASES
 
-WORDS = "refund später 退款 invoice the of and not urgent é😀 2026 {json} \n \t :: plan seat مرحبا naïve OPTION 1:".split(" ")
+from clef_trt import Clef
+
+WORDS = ["refund", "später", "退款", "the", "not", "é😀", "2026", "{json}", "\n", "\t", "مرحبا", "naïve", "OPTION 1:"]
 
 
 def random_request(rng: random.Random) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from clef_trt import Limits, RequestError
 from clef_trt.request import parse_request
 
@@ -24,7 +25,10 @@ def faults(request: Any) -> dict[str, str]:
 def test_options_come_in_the_order_the_model_reads_them() -> None:
     questions = {
         "n": {"type": "noul", "criteria": {"false": "shut", "true": None}},
-        "c": {"type": "choice", "criteria": {"zeta": None, "Alpha": "", "10": None, "9": None, "\uffee": None, "😀": None}},
+        "c": {
+            "type": "choice",
+            "criteria": {"zeta": None, "Alpha": "", "10": None, "9": None, "\uffee": None, "😀": None},
+        },
         "s": {"type": "score", "criteria": ["low", {"a": 1}, None]},
     }
     parsed = parse_request(body(**questions)).questions

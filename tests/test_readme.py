@@ -1,0 +1,47 @@
+"""The README is true: its Python runs, its commands exist, its files are there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from clef_trt.cli import parser
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_its_python_runs(bundles: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(program.replace("clef-flash.bundle", str(bundles["narrow"])), {})
+    assert capsys.readouterr().out.split(" ", 1)[1].startswith("{'billing': 0.")
+
+
+def test_its_commands_parse() -> None:
+    commands = re.findall(r"^    clef-trt (.*?)(?:\s+#.*)?$", README, re.MULTILINE)
+    assert {command.split()[0] for command in commands} == {"export", "verify", "decide"}
+    for command in commands:
+        parser().parse_args(shlex.split(command))
+
+
+def test_its_make_targets_and_files_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"\bmake (\w+)", README):
+        assert f"\n{target}:" in makefile
+    for name in re.findall(r"`((?:\w+/)?\w+\.py)`", README):
+        assert (ROOT / name).exists() or (ROOT / "clef_trt" / name).exists(), name
+    for name in re.findall(r"^(\w+)/ ", README, re.MULTILINE):
+        assert (ROOT / name).is_dir()
+
+
+def test_settings_are_those_of_load() -> None:
+    import inspect
+
+    from clef_trt import Clef
+
+    known = {**inspect.signature(Clef.load).parameters, **inspect.signature(Clef.__init__).parameters}
+    for name in re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE):
+        assert name in known
