@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +13,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from .errors import BundleError, Fault, RequestError, SettingError, TooLongError
+from .grid import TokenGrid
+from .media import MediaItem
 from .types import EncodedQuestion, Encoding, Question, Request
 
 PREFIX = (
@@ -19,6 +22,7 @@ PREFIX = (
     "one of that field's allowed options.<|im_end|>\n<|im_start|>user\nSTATE:\n"
 )
 SUFFIX = "\n<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nJOINT SCHEMA DECISIONS:"
+MEDIA_END = "\n"
 SCHEMA_OPENING, OPTIONS_OPENING, OPTION_END, FIELD_END = (
     "\n\nSCHEMA FIELDS:\n",
     "\nALLOWED OPTIONS:\n",
@@ -26,8 +30,8 @@ SCHEMA_OPENING, OPTIONS_OPENING, OPTION_END, FIELD_END = (
     "END FIELD\n",
 )
 CONTROL_TOKENS = ("text", "reference")
-# Schemas repeat from request to request: the ids of their segments are kept, up to this many short ones.
-KEPT_SEGMENTS, KEPT_SEGMENT_CHARACTERS = 8192, 1000
+# Schemas repeat from request to request: the ids of their segments are kept, up to this many short ones. States do not.
+KEPT_SEGMENTS, KEPT_SEGMENT_CHARACTERS = 4096, 500
 
 _dump = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), sort_keys=True, allow_nan=False).encode
 
@@ -44,37 +48,46 @@ class Encoder:
     such as `<|im_end|>` or `<|image_pad|>`; with "reference" it is parsed for them, as the published code does.
     """
 
-    def __init__(self, tokenizer_file: Path, control_tokens: str = "text") -> None:
-        """Raises BundleError for a tokenizer.json that cannot be read, SettingError for an unknown control_tokens."""
+    def __init__(
+        self, tokenizer_file: Path, control_tokens: str = "text", media_ids: dict[str, int] | None = None
+    ) -> None:
+        """`media_ids`: ids of the control tokens of media (see bundle.ModelRecord), where media is encoded.
+
+        Raises BundleError for a tokenizer.json that cannot be read, SettingError for an unknown control_tokens."""
         if control_tokens not in CONTROL_TOKENS:
             raise SettingError(f"control_tokens is {control_tokens!r}; expected one of {', '.join(CONTROL_TOKENS)}")
         try:
             text = tokenizer_file.read_text(encoding="utf-8")
-            parsing = Tokenizer.from_str(text)
-            plain = parsing if control_tokens == "reference" else _without_added_tokens(text)
+            added = {token["content"]: token["id"] for token in json.loads(text)["added_tokens"]}
+            tokenizer = Tokenizer.from_str(text) if control_tokens == "reference" else _without_added_tokens(text)
         except BundleError:
             raise
         except Exception as fault:  # tokenizers raises Exception itself
             raise BundleError(f"{tokenizer_file} is no tokenizer.json that tokenizers reads: {fault}") from fault
-        self._long_ids = _encode_with(plain)
-        self._short_ids = lru_cache(KEPT_SEGMENTS)(self._long_ids)
-        self._prefix = _encode_with(parsing)(PREFIX)
-        self._suffix = _encode_with(parsing)(SUFFIX)
+        self._new_ids = _encode_with(tokenizer)
+        self._kept_ids = lru_cache(KEPT_SEGMENTS)(self._new_ids)
+        self._media_ids = media_ids or {}
+        self._prefix, self._suffix = (_template_ids(part, added, self._new_ids) for part in (PREFIX, SUFFIX))
 
     def encode(
         self, request: Request, max_length: int, max_state_tokens: int | None = None, refuse_truncation: bool = False
     ) -> Encoding:
         """Token ids and spans of a request, its state cut from the end to fit `max_length` tokens.
 
-        Raises TooLongError when everything but the state exceeds `max_length`, or when the state would be cut and
-        `refuse_truncation` is set; RequestError for a value that is not JSON or text that is not Unicode.
+        Media counts by its headers: no picture is decoded for a request that does not fit. Raises TooLongError when
+        everything but the state exceeds `max_length`, or when the state would be cut and `refuse_truncation` is set;
+        RequestError for a value that is not JSON or text that is not Unicode.
         """
         schema, questions = self._schema(request.questions)
-        state = self._ids(request.state, ("state",))
-        fixed = len(self._prefix) + len(schema) + len(self._suffix)
+        opening, grids = self._opening(request.media)
+        state = self._ids(request.state, ("state",), keep=False)
+        fixed = len(opening) + len(schema) + len(self._suffix)
         if fixed > max_length:
+            what = "the schema needs"
+            if request.media:
+                what = f"the schema and media (of {sum(item.tokens for item in request.media)} tokens) need"
             raise TooLongError(
-                f"the schema needs {fixed} tokens before any state; the limit is {max_length} tokens", fixed, max_length
+                f"{what} {fixed} tokens before any state; the limit is {max_length} tokens", fixed, max_length
             )
         room = max_length - fixed if max_state_tokens is None else min(max_length - fixed, max_state_tokens)
         cut = max(len(state) - room, 0)
@@ -85,9 +98,26 @@ class Encoder:
                 fixed + len(state),
                 fixed + room,
             )
-        offset = len(self._prefix) + len(state) - cut
-        ids = self._prefix + state[: len(state) - cut] + schema + self._suffix
-        return Encoding(np.array(ids, np.int64), tuple(_shifted(q, offset) for q in questions), cut)
+        offset = len(opening) + len(state) - cut
+        ids = opening + state[: len(state) - cut] + schema + self._suffix
+        shifted = tuple(_shifted(question, offset) for question in questions)
+        return Encoding(np.array(ids, np.int64), shifted, cut, request.media, tuple(grids))
+
+    def _opening(self, media: tuple[MediaItem, ...]) -> tuple[list[int], list[TokenGrid]]:
+        """The prefix and the placeholders of all media, and where those lie."""
+        ids, grids = list(self._prefix), []
+        for item in media:
+            start, end = self._media_ids["vision_start"], self._media_ids["vision_end"]
+            placeholder = self._media_ids[item.kind]
+            _, rows, columns = (size // item.merge_size for size in item.grid)
+            # A video is a start token, its temporal patches as images behind their times, and an end token.
+            ids += [start] if item.kind == "video" else []
+            for seconds in item.timestamps or (None,):
+                ids += [] if seconds is None else self._text_ids(f"<{seconds:.1f} seconds>")
+                grids.append(TokenGrid(len(ids) + 1, rows, columns))
+                ids += [start, *[placeholder] * (rows * columns), end]
+            ids += [end] if item.kind == "video" else []
+        return ids + (self._text_ids(MEDIA_END) if media else []), grids
 
     def _schema(self, questions: tuple[Question, ...]) -> tuple[list[int], list[EncodedQuestion]]:
         """The ids of all fields, and their questions with spans counted from the first of those ids."""
@@ -116,16 +146,16 @@ class Encoder:
             encoded.append(EncodedQuestion(question.id, question.type, span, tuple(option_spans), names))
         return ids, encoded
 
-    def _ids(self, value: Any, loc: tuple[str | int, ...]) -> list[int]:
+    def _ids(self, value: Any, loc: tuple[str | int, ...], keep: bool = True) -> list[int]:
         try:
-            return self._text_ids(render(value), loc)
+            return self._text_ids(render(value), loc, keep)
         except (TypeError, ValueError, RecursionError) as fault:
             reason = "nested too deeply" if isinstance(fault, RecursionError) else str(fault)
             raise RequestError([Fault(loc, f"is no JSON value: {reason}", "json")]) from None
 
-    def _text_ids(self, text: str, loc: tuple[str | int, ...] = ()) -> list[int]:
+    def _text_ids(self, text: str, loc: tuple[str | int, ...] = (), keep: bool = True) -> list[int]:
         try:
-            return self._short_ids(text) if len(text) <= KEPT_SEGMENT_CHARACTERS else self._long_ids(text)
+            return self._kept_ids(text) if keep and len(text) <= KEPT_SEGMENT_CHARACTERS else self._new_ids(text)
         except UnicodeEncodeError as fault:
             raise RequestError(
                 [Fault(loc, f"has an unpaired surrogate at character {fault.start}: it is no Unicode text", "unicode")]
@@ -138,6 +168,12 @@ def _encode_with(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
         return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     return ids
+
+
+def _template_ids(text: str, added: dict[str, int], ids: Callable[[str], list[int]]) -> list[int]:
+    """The ids of text of ours, in which added tokens are parsed."""
+    parts = re.split("(" + "|".join(map(re.escape, added)) + ")", text)
+    return [token for part in parts if part for token in ([added[part]] if part in added else ids(part))]
 
 
 def _without_added_tokens(text: str) -> Tokenizer:
