@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .bundle import ModelRecord
-from .engine import Tensors
+from .contract import Tensors
+from .grid import position_ids
 from .types import QUESTION_TYPES, Encoding
 
 
@@ -44,19 +45,29 @@ def plan_passes(lengths: Sequence[int], model: ModelRecord, limits: PassLimits =
     return passes
 
 
-def collate(encodings: Sequence[Encoding], hidden_size: int) -> Tensors:
-    """The tensors of TEXT_INPUTS for one pass, padded to its longest record, most questions and most options."""
+def collate(encodings: Sequence[Encoding], media: Sequence[np.ndarray], hidden_size: int) -> Tensors:
+    """The tensors of contract.TEXT for one pass, padded to its longest record, most questions and most options.
+
+    `media`: the rows [media tokens, hidden] float32 for all placeholders, in the order of the records and their items.
+    """
     batch = len(encodings)
     sequence = max(encoding.tokens for encoding in encodings)
     questions = max(len(encoding.questions) for encoding in encodings)
     options = max(encoding.options for encoding in encodings)
     input_ids = np.zeros((batch, sequence), np.int64)
+    positions = np.zeros((3, batch, sequence), np.int64)
+    media_rows = np.full((batch, sequence), -1, np.int64)
+    first_row = 0
     question_spans = np.zeros((batch, questions, 2), np.int64)
     question_types = np.zeros((batch, questions), np.int64)
     option_spans = np.zeros((batch, options, 2), np.int64)
     option_questions = np.full((batch, options), -1, np.int64)
     for row, encoding in enumerate(encodings):
         input_ids[row, : encoding.tokens] = encoding.input_ids
+        positions[:, row, : encoding.tokens] = position_ids(encoding.tokens, encoding.grids)
+        for grid in encoding.grids:
+            media_rows[row, grid.start : grid.end] = np.arange(first_row, first_row + grid.end - grid.start)
+            first_row += grid.end - grid.start
         asked = len(encoding.questions)
         question_spans[row, :asked] = [question.span for question in encoding.questions]
         question_types[row, :asked] = [QUESTION_TYPES.index(question.type) for question in encoding.questions]
@@ -64,12 +75,14 @@ def collate(encodings: Sequence[Encoding], hidden_size: int) -> Tensors:
         option_spans[row, : len(spans)] = spans
         counts = [len(question.option_ids) for question in encoding.questions]
         option_questions[row, : len(spans)] = np.repeat(np.arange(asked), counts)
+    rows = np.concatenate([np.zeros((0, hidden_size), np.float32), *media])
+    assert len(rows) == first_row, f"{len(rows)} rows of media for {first_row} placeholders"
     return {
         "input_ids": input_ids,
-        "position_ids": np.ascontiguousarray(np.broadcast_to(np.arange(sequence), (3, batch, sequence))),
+        "position_ids": positions,
         "sequence_lengths": np.array([encoding.tokens for encoding in encodings], np.int64),
-        "media_embeddings": np.zeros((1, hidden_size), np.float32),
-        "media_rows": np.full((batch, sequence), -1, np.int64),
+        "media_embeddings": rows if len(rows) else np.zeros((1, hidden_size), np.float32),
+        "media_rows": media_rows,
         "question_spans": question_spans,
         "question_types": question_types,
         "option_spans": option_spans,

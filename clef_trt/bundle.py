@@ -45,6 +45,7 @@ class GraphRecord:
     """One ONNX graph of the bundle."""
 
     file: str
+    parameters: int  # numbers in its weights
     opset: int
     inputs: list[TensorRecord]
     outputs: list[TensorRecord]
@@ -57,7 +58,7 @@ class WeightsRecord:
     root: str
     files: dict[str, FileRecord]  # paths relative to the root
     parameters: int  # numbers in all tensors the graphs use
-    stored_bytes: int
+    stored_bytes: int  # of those tensors
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,12 @@ class SourceRecord:
 class ModelRecord:
     """The numbers of the model that the runtime plans with."""
 
-    hidden_size: int
+    sizes: dict[str, int]  # the sizes of contract.SIZES
     max_tokens: int  # positions the model was made for
+    vision_table_side: int  # the learned position table has this many positions along each side
     attention_heads: int  # of the backbone
     head_attention_heads: int  # of the joint schema head
+    vision_attention_heads: int
     query_tile: int  # queries attended at once by the graph on ONNX Runtime
     control_tokens: dict[str, int]  # image, video, vision_start, vision_end
 
@@ -110,6 +113,10 @@ class Bundle:
     def path(self, name: str) -> Path:
         """A file of the bundle."""
         return self.folder / name
+
+    def json(self, name: str) -> Any:
+        """The content of a JSON file of the bundle."""
+        return json.loads(self.path(name).read_text(encoding="utf-8"))
 
 
 def open_bundle(folder: str | Path, weights: str | Path | None = None) -> Bundle:

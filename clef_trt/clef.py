@@ -14,8 +14,10 @@ from .bundle import Manifest, open_bundle
 from .encode import Encoder
 from .engine import Engine, open_engine
 from .errors import EngineError, Fault, RequestError, SettingError
+from .media import MediaLimits, MediaReader
 from .request import parse_request
 from .types import Encoding, Limits, Request
+from .vision import Vision
 
 TRUNCATIONS = ("report", "refuse")
 
@@ -31,6 +33,7 @@ class Clef:
         manifest: Manifest,
         encoder: Encoder,
         engine: Engine,
+        vision: Vision | None = None,
         *,
         max_length: int = 16384,
         max_state_tokens: int | None = None,
@@ -39,7 +42,7 @@ class Clef:
         limits: Limits = Limits(),
         pass_limits: PassLimits = PassLimits(),
     ) -> None:
-        """Raises SettingError for an impossible setting; see `Clef.load` for what each means."""
+        """Without `vision` requests with pictures are refused. Raises SettingError; settings are those of `load`."""
         if not 1 <= max_length <= manifest.model.max_tokens:
             raise SettingError(f"max_length is {max_length}; this model takes 1 to {manifest.model.max_tokens} tokens")
         if max_state_tokens is not None and max_state_tokens < 0:
@@ -50,7 +53,7 @@ class Clef:
             raise SettingError(f"confidence is {confidence!r}; expected one of {', '.join(CONFIDENCES)}")
         self.manifest = manifest
         self.engine = engine
-        self._encoder = encoder
+        self._encoder, self._vision = encoder, vision
         self.max_length, self._max_state_tokens = max_length, max_state_tokens
         self._refuse_truncation = truncation == "refuse"
         self._confidence = confidence
@@ -65,21 +68,27 @@ class Clef:
         weights: str | Path | None = None,
         threads: int | None = None,
         control_tokens: str = "text",
+        max_image_tokens: int | None = None,
+        media_limits: MediaLimits = MediaLimits(),
         **settings: Any,
     ) -> Clef:
         """Open a bundle.
 
         engine: "auto" or "onnxruntime". weights: the new place of a release that moved since its export.
         threads: of ONNX Runtime, None for one per core. control_tokens: "text" keeps `<|im_end|>` and its like in a
-        caller's text as plain text, "reference" parses them as the published code does.
+        caller's text as plain text, "reference" parses them as the published code does. max_image_tokens: larger
+        images are shrunk to it. The vision graph is opened at the first picture.
         Settings: max_length (tokens of a record, the state is cut to fit), max_state_tokens, truncation ("report" in
         the response's usage, or "refuse"), confidence ("max", "jev" or "entropy"), limits, pass_limits.
 
         Raises BundleError, EngineError or SettingError.
         """
         opened = open_bundle(bundle, weights)
-        encoder = Encoder(opened.path("tokenizer.json"), control_tokens)
-        return cls(opened.manifest, encoder, open_engine(engine, opened, threads), **settings)
+        model = opened.manifest.model
+        encoder = Encoder(opened.path("tokenizer.json"), control_tokens, model.control_tokens)
+        reader = MediaReader(opened.json("processor_config.json"), media_limits, max_image_tokens)
+        vision = Vision(reader, model, lambda: open_engine(engine, opened, "vision", threads))
+        return cls(opened.manifest, encoder, open_engine(engine, opened, "text", threads), vision, **settings)
 
     def decide(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answers to one request body, as a response body {"model", "answers", "usage"}.
@@ -106,6 +115,10 @@ class Clef:
         """Per request, per question: float32 logits in encoded option order (see `encode`)."""
         return self._run(self._encode(self._parse(requests)))
 
+    def patches(self, encoding: Encoding) -> list[np.ndarray]:
+        """Per item of `encoding.media`: its patches [t·h·w, values] float32, as the vision graph takes them."""
+        return [self._vision.reader.patches(item) for item in encoding.media] if self._vision is not None else []
+
     def info(self) -> dict[str, Any]:
         """What is loaded and in effect."""
         return {
@@ -117,8 +130,10 @@ class Clef:
         }
 
     def close(self) -> None:
-        """Release the engine."""
+        """Release the engines."""
         self.engine.close()
+        if self._vision is not None:
+            self._vision.close()
 
     def __enter__(self) -> Clef:
         return self
@@ -127,7 +142,8 @@ class Clef:
         self.close()
 
     def _parse(self, requests: Sequence[dict[str, Any]]) -> list[Request]:
-        return _each(requests, lambda request: parse_request(request, self._limits))
+        media = None if self._vision is None else self._vision.reader
+        return _each(requests, lambda request: parse_request(request, media, self._limits))
 
     def _encode(self, requests: Sequence[Request]) -> list[Encoding]:
         return _each(
@@ -141,12 +157,17 @@ class Clef:
         result: list[list[np.ndarray]] = [[]] * len(encodings)
         for indices in plan_passes([e.tokens for e in encodings], self.manifest.model, self._pass_limits):
             together = [encodings[i] for i in indices]
-            logits = self.engine.run(collate(together, self.manifest.model.hidden_size))["logits"]
+            media = [rows for encoding in together for rows in self._media_rows(encoding)]
+            inputs = collate(together, media, self.manifest.model.sizes["hidden"])
+            logits = self.engine.run(inputs)["logits"]
             for i, values in zip(indices, split_logits(logits, together), strict=True):
                 if not all(np.isfinite(question).all() for question in values):
                     raise EngineError("the engine returned logits that are not finite")
                 result[i] = values
         return result
+
+    def _media_rows(self, encoding: Encoding) -> list[np.ndarray]:
+        return [] if self._vision is None else [self._vision.rows(item) for item in encoding.media]
 
 
 def _each(items: Sequence[Any], step: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import logging
 import sys
@@ -62,6 +63,10 @@ def parser() -> argparse.ArgumentParser:
     decide = commands.add_parser("decide", help="answer one request")
     _add_bundle(decide)
     decide.add_argument("request", metavar="REQUEST.json", help="a request body, or - for standard input")
+    decide.add_argument(
+        "--image", metavar="FILE", type=Path, action="append", default=[], help="a picture to decide about (repeatable)"
+    )
+    decide.add_argument("--max-image-tokens", type=int, help="shrink larger pictures to this many tokens")
     decide.add_argument("--table", action="store_true", help="a table for people instead of JSON")
     decide.add_argument("--max-length", type=int, default=16384, help="tokens of a record (default: %(default)s)")
     decide.add_argument("--truncation", choices=TRUNCATIONS, default="report", help="of a state that does not fit")
@@ -114,7 +119,10 @@ def _verify(options: argparse.Namespace) -> None:
 
 def _decide(options: argparse.Namespace) -> None:
     request = _json(sys.stdin.buffer.read() if options.request == "-" else _bytes(Path(options.request)))
-    settings = {name: getattr(options, name) for name in ("max_length", "truncation", "confidence", "control_tokens")}
+    names = ("max_length", "max_image_tokens", "truncation", "confidence", "control_tokens")
+    settings = {name: getattr(options, name) for name in names}
+    if options.image and isinstance(request, dict):
+        request["images"] = [*(request.get("images") or []), *map(_picture, options.image)]
     with _load(options, **settings) as clef:
         response = clef.decide(request)
     print(table(response) if options.table else json.dumps(response, ensure_ascii=False, indent=1))
@@ -196,6 +204,14 @@ def _bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as fault:
         raise RequestError([Fault((), f"{path} cannot be read: {fault.strerror}", "file")]) from None
+
+
+def _picture(path: Path) -> dict[str, str]:
+    content_type = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
+    if path.suffix.lower() not in content_type:
+        raise RequestError([Fault((), f"{path} is not named as one of {', '.join(content_type)}", "format")])
+    encoded = base64.b64encode(_bytes(path)).decode()
+    return {"content_type": content_type[path.suffix.lower()], "base64": encoded}
 
 
 def _json(content: bytes, where: str = "the request") -> Any:

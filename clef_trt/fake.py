@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .engine import Tensors, check_inputs
+from .contract import TEXT, Tensors
 from .errors import EngineError
 
 
@@ -27,7 +27,7 @@ class FakeEngine:
         """See engine.Engine.run."""
         if self._closed:
             raise EngineError("the engine is closed")
-        check_inputs(inputs, self._hidden_size)
+        TEXT.check(inputs, {"hidden": self._hidden_size})
         self.passes.append((inputs["input_ids"].shape[0], inputs["input_ids"].shape[1]))
         if self._on_run is not None and (outputs := self._on_run(inputs)) is not None:
             return outputs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .errors import Fault, RequestError
+from .media import MediaItem, MediaReader
 from .types import QUESTION_TYPES, Limits, Question, Request
 
 REQUEST_KEYS = ("model", "state", "questions", "images", "videos")
@@ -19,8 +20,11 @@ NOUL_DESCRIPTIONS = {
 Loc = tuple[str | int, ...]
 
 
-def parse_request(body: Any, limits: Limits = Limits()) -> Request:
-    """The request in a mapping `{"model", "state", "questions"}`; raises RequestError with every fault found."""
+def parse_request(body: Any, media: MediaReader | None = None, limits: Limits = Limits()) -> Request:
+    """The request in a mapping `{"model", "state", "questions"}`, with `images` and `videos` where there is any.
+
+    Of pictures only the headers are read, by `media`; None refuses them. Raises RequestError with every fault found.
+    """
     faults: list[Fault] = []
     if not isinstance(body, dict):
         raise RequestError([_wrong((), body, "an object with model, state and questions")])
@@ -31,19 +35,27 @@ def parse_request(body: Any, limits: Limits = Limits()) -> Request:
     for key in ("model", "state", "questions"):
         if key not in body:
             faults.append(Fault((key,), "is missing", "missing"))
-    for key in ("images", "videos"):
-        if body.get(key):
-            faults.append(
-                Fault((key,), f"this version decides about text and JSON only; leave {key} out", "unsupported")
-            )
-        elif key in body and not isinstance(body[key], list | type(None)):
-            faults.append(_wrong((key,), body[key], "an array"))
     if "model" in body and (not isinstance(body["model"], str) or not body["model"]):
         faults.append(_wrong(("model",), body["model"], "a non-empty string"))
     questions = _questions(body.get("questions", {}), limits, faults) if "questions" in body else ()
+    items = _media(body, media, faults)
     if faults:
         raise RequestError(faults)
-    return Request(body["model"], body["state"], questions)
+    return Request(body["model"], body["state"], questions, items)
+
+
+def _media(body: dict[Any, Any], media: MediaReader | None, faults: list[Fault]) -> tuple[MediaItem, ...]:
+    images, videos = body.get("images"), body.get("videos")
+    if media is None:
+        for key in ("images", "videos"):
+            if body.get(key):
+                faults.append(Fault((key,), "is not possible here: no media reader was given", "unsupported"))
+        return ()
+    try:
+        return tuple(media.open(images, videos))
+    except RequestError as error:
+        faults += error.faults
+        return ()
 
 
 def _questions(value: Any, limits: Limits, faults: list[Fault]) -> tuple[Question, ...]:

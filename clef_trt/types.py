@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from .grid import TokenGrid
+from .media import MediaItem
+
 QUESTION_TYPES = ("noul", "choice", "score")  # the index is the type id the head embeds
 
 
@@ -37,6 +40,7 @@ class Request:
     model: str
     state: Any
     questions: tuple[Question, ...]
+    media: tuple[MediaItem, ...] = ()  # images, then videos; headers read, pixels not yet
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class Encoding:
     input_ids: np.ndarray  # [tokens] int64
     questions: tuple[EncodedQuestion, ...]
     truncated_state_tokens: int  # tokens of the state that did not fit and were cut from its end
+    media: tuple[MediaItem, ...] = ()  # what to tile; their tokens fill `grids` in order
+    grids: tuple[TokenGrid, ...] = ()  # where they lie: one per image, one per temporal patch of a video
 
     @property
     def tokens(self) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
-from math import prod
+from math import isqrt, prod
 from pathlib import Path
 
 import onnx
@@ -22,19 +23,41 @@ from clef_trt.bundle import (
     TensorRecord,
     WeightsRecord,
 )
-from clef_trt.engine import TEXT_INPUTS
-from clef_trt.errors import ExportError
+from clef_trt.contract import TEXT, VISION, Contract
+from clef_trt.errors import BundleError, ExportError, ReleaseError
 from clef_trt.hashes import sha256_of_files
+from clef_trt.processor import read_processors
 
-from .functions import QUERY_TILE, fp32_functions
+from .config import ReleaseConfig, read_json
+from .functions import DOMAIN, QUERY_TILE, fp32_functions
 from .release import Release, open_release
-from .trace import trace_text_model
-from .weights import copied, fill_parameters, parameter_tensors
+from .trace import checkpoint_name, model_sizes, trace_text, trace_vision, vision_checkpoint_name
+from .weights import copied, fill_parameters, stored_as
 from .write import file_records, new_bundle, write_manifest
 
+MEDIA_TOKENS = {
+    "<|image_pad|>": "image_token_id",
+    "<|video_pad|>": "video_token_id",
+    "<|vision_start|>": "vision_start_token_id",
+    "<|vision_end|>": "vision_end_token_id",
+}
 COPIED_FILES = ("tokenizer.json", "processor_config.json")
-WEIGHTS_FILE, TEXT_GRAPH_FILE = "weights.safetensors", "text.onnx"
+WEIGHTS_FILE = "weights.safetensors"
+TOOLS = ("clef-trt", "torch", "onnx", "onnxscript", "onnx-ir")
 Progress = Callable[[str], None]
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """How one graph of a bundle comes about."""
+
+    contract: Contract
+    trace: Callable[[ReleaseConfig], ir.Model]
+    checkpoint_name: Callable[[str], str]  # of a parameter
+
+
+GRAPHS = (GraphPlan(TEXT, trace_text, checkpoint_name), GraphPlan(VISION, trace_vision, vision_checkpoint_name))
 
 
 def export(
@@ -47,56 +70,89 @@ def export(
 ) -> Manifest:
     """Export a release (a folder or a hub name) into a float32 bundle at `target`, and return its manifest.
 
-    The graph points into the release's own safetensors unless `copy_weights`. Raises ReleaseError for a checkpoint that
+    The graphs point into the release's own safetensors unless `copy_weights`. Raises ReleaseError for a checkpoint that
     cannot be read, ExportError when `target` exists and `force` is not given, or when a step fails.
     """
     with new_bundle(Path(target), force) as folder:
         progress(f"reading {source}")
         release = open_release(source)
-        progress(f"tracing {len(release.config.text.layer_types)} layers")
-        model = trace_text_model(release.config)
-        tensors = parameter_tensors(release, _parameters(model))
-        progress(f"hashing {sum(t.length_bytes for t in tensors.values()) / 1e6:,.0f} MB of weights")
+        check_media(release)
+        progress(f"tracing {len(release.config.text.layer_types)} layers and {release.config.vision.depth} of vision")
+        models = {plan.contract.name: plan.trace(release.config) for plan in GRAPHS}
+        shapes = {plan.contract.name: _shapes(models[plan.contract.name], plan) for plan in GRAPHS}
+        tensors = stored_as(release, {name: shape for part in shapes.values() for name, shape in part.items()})
+        used = set(tensors.values())
+        stored_bytes = sum(tensor.length_bytes for tensor in used)
+        progress(f"hashing the weight files, {stored_bytes / 1e6:,.0f} MB of them used")
         hashes = hash_weights(release, progress)
-        source_record = SourceRecord(release.name, source_sha256(release, hashes))
         if copy_weights:
             progress("copying weights")
             tensors = copied(release, tensors, folder / WEIGHTS_FILE, progress)
-            root, recorded_root = folder, "."
-            files = file_records(folder, [WEIGHTS_FILE])
+            recorded_root, files = ".", file_records(folder, [WEIGHTS_FILE])
         else:
-            root, recorded_root = release.root, str(release.root)
-            files = file_records(root, sorted({t.file for t in tensors.values()}), hashes)
-        fill_parameters(model, tensors)
-        progress("writing and checking the graph")
-        graph = _write_graph(model, folder / TEXT_GRAPH_FILE)
-        for name in COPIED_FILES:
-            if (release.folder / name).is_file():
-                shutil.copyfile(release.folder / name, folder / name)
+            recorded_root = str(release.root)
+            files = file_records(release.root, sorted({tensor.file for tensor in used}), hashes)
+        progress("writing and checking the graphs")
+        graphs = {}
+        for plan in GRAPHS:
+            name, model = plan.contract.name, models[plan.contract.name]
+            parameters = [str(value.name) for value in _weights(model, plan)]
+            fill_parameters(model, {parameter: tensors[plan.checkpoint_name(parameter)] for parameter in parameters})
+            graphs[name] = _write_graph(model, plan.contract, folder / f"{name}.onnx", shapes[name])
+        for file in COPIED_FILES:
+            shutil.copyfile(release.folder / file, folder / file)
+        own = sorted(path.name for path in folder.iterdir() if path.name not in (".lock", WEIGHTS_FILE))
         manifest = Manifest(
             format_version=FORMAT_VERSION,
             precision="fp32",
-            source=source_record,
-            weights=WeightsRecord(
-                root=recorded_root,
-                files=files,
-                parameters=sum(prod(t.shape) for t in tensors.values()),
-                stored_bytes=sum(t.length_bytes for t in tensors.values()),
-            ),
+            source=SourceRecord(release.name, source_sha256(release, hashes)),
+            weights=WeightsRecord(recorded_root, files, sum(prod(tensor.shape) for tensor in used), stored_bytes),
             model=_model_record(release),
-            graphs={"text": graph},
-            files=file_records(
-                folder, sorted(p.name for p in folder.iterdir() if p.name not in (".lock", WEIGHTS_FILE))
-            ),
-            tools={name: version(name) for name in ("clef-trt", "torch", "onnx", "onnxscript", "onnx-ir")},
+            graphs=graphs,
+            files=file_records(folder, own),
+            tools={name: version(name) for name in TOOLS},
         )
         write_manifest(folder, manifest)
     return manifest
 
 
-def _parameters(model: ir.Model) -> dict[str, tuple[int, ...]]:
-    values = list(model.graph.inputs)[len(TEXT_INPUTS) :]
-    return {str(value.name): tuple(value.shape.numpy()) if value.shape is not None else () for value in values}
+def _weights(model: ir.Model, plan: GraphPlan) -> list[ir.Value]:
+    return list(model.graph.inputs)[len(plan.contract.inputs) :]
+
+
+def _shapes(model: ir.Model, plan: GraphPlan) -> Shapes:
+    """Shapes of a traced graph's weights, by their names in the checkpoint."""
+    shapes = {}
+    for value in _weights(model, plan):
+        assert value.shape is not None, "the trace gives every parameter a shape"
+        shapes[plan.checkpoint_name(str(value.name))] = tuple(value.shape.numpy())
+    return shapes
+
+
+def check_media(release: Release) -> None:
+    """Raises ReleaseError where tokenizer, processor and configuration disagree about media."""
+    config, vision = release.config, release.config.vision
+    try:
+        image, video = read_processors(read_json(release.folder / "processor_config.json"))
+    except BundleError as fault:
+        raise ReleaseError(str(fault)) from None
+    for name in ("patch_size", "temporal_patch_size"):
+        for processor in (image, video):
+            if getattr(processor, name) != getattr(vision, name):
+                raise ReleaseError(f"processor_config.json: {name} is not {getattr(vision, name)} as in config.json")
+    if {image.merge_size, video.merge_size} != {vision.spatial_merge_size}:
+        raise ReleaseError(f"processor_config.json: merge_size is not {vision.spatial_merge_size} as in config.json")
+    if isqrt(vision.num_position_embeddings) ** 2 != vision.num_position_embeddings:
+        raise ReleaseError(f"config.json: {vision.num_position_embeddings} position embeddings are no square table")
+    added = {
+        token["content"]: token["id"] for token in read_json(release.folder / "tokenizer.json").get("added_tokens", [])
+    }
+    for token, expected in MEDIA_TOKENS.items():
+        if added.get(token) != getattr(config, expected):
+            raise ReleaseError(
+                f"tokenizer.json gives {token} the id {added.get(token)}; config.json has {expected} "
+                f"{getattr(config, expected)}"
+            )
 
 
 def hash_weights(release: Release, progress: Progress = lambda _: None) -> dict[Path, str]:
@@ -118,10 +174,12 @@ def source_sha256(release: Release, hashes: dict[Path, str]) -> str:
 def _model_record(release: Release) -> ModelRecord:
     config = release.config
     return ModelRecord(
-        hidden_size=config.text.hidden_size,
+        sizes=model_sizes(config),
         max_tokens=config.text.max_position_embeddings,
         attention_heads=config.text.num_attention_heads,
         head_attention_heads=config.head.heads,
+        vision_attention_heads=config.vision.num_heads,
+        vision_table_side=isqrt(config.vision.num_position_embeddings),
         query_tile=QUERY_TILE,
         control_tokens={
             "image": config.image_token_id,
@@ -132,15 +190,20 @@ def _model_record(release: Release) -> ModelRecord:
     )
 
 
-def _write_graph(model: ir.Model, path: Path) -> GraphRecord:
-    """Serialise with the local functions attached, and let ONNX check it."""
+def _write_graph(model: ir.Model, contract: Contract, path: Path, shapes: Shapes) -> GraphRecord:
+    """Serialise with the local functions it uses attached, and let ONNX check it."""
     proto = ir.to_proto(model)
-    proto.functions.extend(fp32_functions())
+    used = {node.op_type for node in model.graph if node.domain == DOMAIN}
+    proto.functions.extend(function for function in fp32_functions() if function.name in used)
     check_graph(proto)
     path.write_bytes(proto.SerializeToString())
-    inputs = [TensorRecord(name, dtype, list(axes)) for name, (dtype, axes) in TEXT_INPUTS.items()]
-    outputs = [TensorRecord("logits", "float32", ["batch", "options"])]
-    return GraphRecord(path.name, model.opset_imports[""], inputs, outputs)
+    return GraphRecord(
+        file=path.name,
+        parameters=sum(prod(shape) for shape in shapes.values()),
+        opset=model.opset_imports[""],
+        inputs=[TensorRecord(name, dtype, list(axes)) for name, (dtype, axes) in contract.inputs.items()],
+        outputs=[TensorRecord(contract.output, "float32", list(contract.output_axes))],
+    )
 
 
 def check_graph(proto: onnx.ModelProto) -> None:

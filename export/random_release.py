@@ -15,7 +15,7 @@ from clef_trt.errors import ReleaseError
 
 from .config import ReleaseConfig, parse_config
 from .release import HEAD_FILE, INDEX_FILE, SINGLE_FILE, safetensors_header
-from .trace import TextModel, checkpoint_name
+from .trace import TextModel, checkpoint_name, vision_checkpoint_name
 from .vision import VisionTower
 
 CONTROL_TOKENS = (
@@ -148,7 +148,9 @@ def _shapes(config: ReleaseConfig) -> tuple[Shapes, Shapes]:
     """Names and shapes of the backbone file (with the vision tower) and of the head file."""
     with FakeTensorMode():
         text = {checkpoint_name(name): tuple(p.shape) for name, p in TextModel(config).named_parameters()}
-        vision = {f"model.visual.{name}": tuple(p.shape) for name, p in VisionTower(config.vision).named_parameters()}
+        vision = {
+            vision_checkpoint_name(name): tuple(p.shape) for name, p in VisionTower(config.vision).named_parameters()
+        }
     if config.text.tie_word_embeddings:
         del text["lm_head.weight"]
     head = {name.removeprefix("head."): shape for name, shape in text.items() if name.startswith("head.")}

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from clef_trt.errors import MissingExtraError, ReleaseError
+from clef_trt.types import QUESTION_TYPES, Encoding
 
 from .config import read_json
 
@@ -42,16 +43,38 @@ class Reference:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def encode(self, request: dict[str, Any], max_length: int = 16384) -> Any:
-        """The reference's EncodedRecord; raises its ValueError where the schema is too long."""
+        """The reference's EncodedRecord of text; raises its ValueError where the schema is too long."""
         return self.module.encode_record(self.tokenizer, request, max_length=max_length)
 
-    def logits(self, request: dict[str, Any], max_length: int = 16384) -> list[np.ndarray]:
-        """Per question float32 logits, in the order of its encoded options."""
-        return self.batch_logits([request], max_length)[0]
+    def with_media(self, encoding: Encoding, patches: Sequence[np.ndarray]) -> Any:
+        """An EncodedRecord of our encoding and our patches of its media.
 
-    def batch_logits(self, requests: Sequence[dict[str, Any]], max_length: int = 16384) -> list[list[np.ndarray]]:
-        """As `logits`, several requests in one padded batch."""
-        records = [self.encode(request, max_length) for request in requests]
+        The reference's own processor needs torchvision; so its model is compared here, and its tiling by stored values.
+        """
+        questions = [
+            self.module.EncodedQuestion(
+                question.id,
+                QUESTION_TYPES.index(question.type),
+                question.span,
+                question.option_spans,
+                question.option_ids,
+            )
+            for question in encoding.questions
+        ]
+        kinds = [item.kind for item in encoding.media for _ in range(item.grid[0])]
+        token_types = np.zeros(encoding.tokens, np.int64)
+        for kind, grid in zip(kinds, encoding.grids, strict=True):
+            token_types[grid.start : grid.end] = {"image": 1, "video": 2}[kind]
+        media: dict[str, Any] = {"mm_token_type_ids": token_types.tolist(), "token_offset": 0}
+        for kind, suffix in (("image", ""), ("video", "_videos")):
+            chosen = [i for i, item in enumerate(encoding.media) if item.kind == kind]
+            if chosen:
+                media[f"pixel_values{suffix}"] = torch.from_numpy(np.concatenate([patches[i] for i in chosen]))
+                media[f"{kind}_grid_thw"] = torch.tensor([encoding.media[i].grid for i in chosen])
+        return self.module.EncodedRecord(tuple(encoding.input_ids.tolist()), tuple(questions), "unknown", media)
+
+    def logits(self, records: Sequence[Any]) -> list[list[np.ndarray]]:
+        """Per record, per question float32 logits in the order of its encoded options; one padded batch."""
         with torch.inference_mode():
             batch = self.module.collate_records(records, self.tokenizer.pad_token_id, torch.device("cpu"))
             return [[question.numpy() for question in record] for record in self.model(batch)]

@@ -1,4 +1,4 @@
-"""Backbone and head, traced into one ONNX graph without weights."""
+"""Modules traced into ONNX graphs without weights: backbone and head in one, the vision tower in another."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import logging
 import re
 import warnings
+from collections.abc import Callable, Iterator
 
 import onnx_ir as ir
 import onnxscript.optimizer
@@ -14,20 +15,21 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from clef_trt.engine import TEXT_INPUTS
+from clef_trt.contract import TEXT, VISION, Contract
 from clef_trt.errors import ExportError
 
 from .backbone import Backbone
 from .config import ReleaseConfig
 from .functions import DOMAIN, DOMAIN_VERSION, OPSET
 from .head import JointSchemaHead
+from .vision import VisionTower
 
 # Sizes to trace with: unequal and above one, so that no axis is taken for another or for a constant.
-SAMPLE_SIZES = {"batch": 2, "sequence": 80, "questions": 3, "options": 7, "media": 5}
+SAMPLE_SIZES = {"batch": 2, "sequence": 80, "questions": 3, "options": 7, "media": 5, "groups": 3, "tokens": 6}
 
 
 class TextModel(nn.Module):
-    """Token ids, spans and media rows to one logit per option: the text graph, in the order of TEXT_INPUTS."""
+    """Token ids, spans and media rows to one logit per option: the text graph, in the order of contract.TEXT."""
 
     def __init__(self, config: ReleaseConfig) -> None:
         super().__init__()
@@ -61,42 +63,63 @@ def checkpoint_name(parameter: str) -> str:
     return parameter
 
 
-def trace_text_model(config: ReleaseConfig) -> ir.Model:
-    """The text graph of a release's configuration, float32, its parameters declared as inputs without bytes.
+def vision_checkpoint_name(parameter: str) -> str:
+    """The tensor of the release that a parameter of VisionTower is filled from."""
+    return "model.visual." + parameter
+
+
+def trace_text(config: ReleaseConfig) -> ir.Model:
+    """The text graph of a release's configuration; see `trace`."""
+    return trace(lambda: TextModel(config), TEXT, config)
+
+
+def trace_vision(config: ReleaseConfig) -> ir.Model:
+    """The vision graph of a release's configuration; see `trace`."""
+    return trace(lambda: VisionTower(config.vision), VISION, config)
+
+
+def trace(build: Callable[[], nn.Module], contract: Contract, config: ReleaseConfig) -> ir.Model:
+    """A module as a float32 graph, its parameters declared as inputs without bytes.
 
     Traced on fake tensors: no memory is taken for weights. Promises that inputs, their axes and the output are those
-    of TEXT_INPUTS, and that every parameter kept its name.
+    of the contract, and that every parameter kept its name.
     """
-    with FakeTensorMode(), torch.device("cpu"):
-        model = TextModel(config).eval()
-        samples = tuple(
-            torch.zeros(_sizes(axes, config), dtype=torch.float32 if dtype == "float32" else torch.int64)
-            for dtype, axes in TEXT_INPUTS.values()
-        )
+    merge = config.vision.spatial_merge_size**2
+    fixed = model_sizes(config)
+    sample = SAMPLE_SIZES | {"patches": SAMPLE_SIZES["tokens"] * merge} | fixed
     dims = {name: torch.export.Dim(name, min=1) for name in SAMPLE_SIZES}
-    dynamic = tuple({i: dims[a] for i, a in enumerate(axes) if a in dims} for _, axes in TEXT_INPUTS.values())
+    dims["patches"] = merge * dims["tokens"]
+    with FakeTensorMode(), torch.device("cpu"):
+        model = build().eval()
+        samples = tuple(
+            torch.zeros([a if isinstance(a, int) else sample[a] for a in axes], dtype=getattr(torch, dtype))
+            for dtype, axes in contract.inputs.values()
+        )
+    dynamic = tuple({i: dims[a] for i, a in enumerate(axes) if a in dims} for _, axes in contract.inputs.values())
     with _quiet():
         program = torch.export.export(model, samples, dynamic_shapes=dynamic, strict=False)
         onnx_program = torch.onnx.export(program, (), opset_version=OPSET, optimize=False, verbose=False)
     assert onnx_program is not None
     graph_model: ir.Model = onnx_program.model
-    parameters = dict(model.named_parameters())
-    _weights_become_inputs(graph_model, set(parameters))
+    parameters = set(dict(model.named_parameters()))
+    _weights_become_inputs(graph_model, parameters)
     with _quiet():
         onnxscript.optimizer.optimize_ir(graph_model)
-    _name_axes(graph_model)
-    _tidy(graph_model)
-    _check(graph_model, set(parameters))
+    _name_axes(graph_model, contract)
+    _tidy(graph_model, contract)
+    _check(graph_model, contract, parameters, fixed)
     return graph_model
 
 
-def _sizes(axes: tuple[str | int, ...], config: ReleaseConfig) -> list[int]:
-    sizes = SAMPLE_SIZES | {"hidden": config.text.hidden_size}
-    return [axis if isinstance(axis, int) else sizes[axis] for axis in axes]
+def model_sizes(config: ReleaseConfig) -> dict[str, int]:
+    """The sizes of contract.SIZES."""
+    vision = config.vision
+    patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return {"hidden": config.text.hidden_size, "patch_values": patch_values}
 
 
 @contextlib.contextmanager
-def _quiet():  # type: ignore[no-untyped-def]
+def _quiet() -> Iterator[None]:
     """The exporter logs and warns about its own internals (torchvision is absent, pytree renames)."""
     level = logging.getLogger("torch.onnx").level
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
@@ -117,15 +140,15 @@ def _weights_become_inputs(model: ir.Model, parameters: set[str]) -> None:
             model.graph.inputs.append(value)
 
 
-def _name_axes(model: ir.Model) -> None:
-    """Axes get the names of TEXT_INPUTS instead of the tracer's symbols."""
+def _name_axes(model: ir.Model, contract: Contract) -> None:
+    """Axes get the names of the contract instead of the tracer's symbols."""
     names: dict[str, str] = {}
     for value in model.graph.inputs:
-        axes = TEXT_INPUTS.get(value.name or "", (None, ()))[1]
+        axes = contract.inputs.get(value.name or "", (None, ()))[1]
         for dim, axis in zip(value.shape or (), axes, strict=False):
             if isinstance(dim, ir.SymbolicDim) and isinstance(axis, str):
                 names[str(dim.value)] = axis
-    pattern = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
+    pattern = re.compile("|".join(rf"(?<!\w){re.escape(symbol)}(?!\w)" for symbol in names))
 
     def renamed(dim: int | ir.SymbolicDim) -> int | str | None:
         if isinstance(dim, int):
@@ -136,10 +159,15 @@ def _name_axes(model: ir.Model) -> None:
     for value in values:
         if value.shape is not None:
             value.shape = ir.Shape([renamed(dim) for dim in value.shape])
-    model.graph.outputs[0].name = "logits"
+    (output,) = model.graph.outputs
+    output.name = contract.output
+    assert output.shape is not None, "the trace gives the output a shape"
+    output.shape = ir.Shape(
+        [size if isinstance(size, int) else axis for axis, size in zip(contract.output_axes, output.shape, strict=True)]
+    )
 
 
-def _tidy(model: ir.Model) -> None:
+def _tidy(model: ir.Model, contract: Contract) -> None:
     """Nodes named by their module; the tracer's notes (stack traces, paths of the machine) dropped."""
     for i, node in enumerate(model.graph):
         scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
@@ -152,20 +180,20 @@ def _tidy(model: ir.Model) -> None:
         value.metadata_props.clear()
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
-    model.graph.name = "text"
+    model.graph.name = contract.name
     model.producer_name, model.producer_version = "clef_trt", None
     model.opset_imports[DOMAIN] = DOMAIN_VERSION
 
 
-def _check(model: ir.Model, parameters: set[str]) -> None:
+def _check(model: ir.Model, contract: Contract, parameters: set[str], sizes: dict[str, int]) -> None:
     names = [value.name for value in model.graph.inputs]
-    if names[: len(TEXT_INPUTS)] != list(TEXT_INPUTS):
-        raise ExportError(f"trace: inputs are {names[: len(TEXT_INPUTS)]}, expected {list(TEXT_INPUTS)}")
-    if set(names[len(TEXT_INPUTS) :]) != parameters:
-        lost = sorted(map(str, parameters.symmetric_difference(names[len(TEXT_INPUTS) :])))
-        raise ExportError(f"trace: parameters and graph disagree on {lost}")
-    for value, (_, axes) in zip(model.graph.inputs, TEXT_INPUTS.values(), strict=False):
+    count = len(contract.inputs)
+    if names[:count] != list(contract.inputs):
+        raise ExportError(f"trace: inputs are {names[:count]}, expected {list(contract.inputs)}")
+    if set(names[count:]) != parameters:
+        raise ExportError(f"trace: parameters and graph disagree on {set(names[count:]) ^ parameters}")
+    for value, (_, axes) in zip(model.graph.inputs, contract.inputs.values(), strict=False):
         found = [dim if isinstance(dim, int) else dim.value for dim in value.shape or ()]
-        expected = [found[i] if axis == "hidden" else axis for i, axis in enumerate(axes)]
+        expected = [axis if isinstance(axis, int) else sizes.get(axis, axis) for axis in axes]
         if found != expected:
-            raise ExportError(f"trace: {value.name} has axes {found}, expected {list(axes)}")
+            raise ExportError(f"trace: {value.name} has axes {found}, expected {expected}")

@@ -49,8 +49,8 @@ def verify(
 ) -> Report:
     """Compare `clef` (opened with control_tokens="reference") with the reference on the release it was made from.
 
-    Raises VerificationError when the release is another one, token ids differ, a logit differs by more than
-    `max_logit_difference`, or a top option changes by more than the same margin.
+    Of pictures the model is compared, over our tiling of them. Raises VerificationError when the release is another
+    one, token ids differ, or a logit differs by more than `max_logit_difference`.
     """
     if not requests:
         raise VerificationError("no requests to verify with")
@@ -59,14 +59,19 @@ def verify(
         raise VerificationError(f"{release} is not the checkpoint that the bundle was exported from")
     progress(f"loading the reference: about {4 * clef.manifest.weights.parameters / 1e9:.1f} GB in float32")
     reference = Reference(opened.folder)
-    expected = []
+    records, expected = [], []
     for index, request in enumerate(requests):
-        if clef.encode(request).input_ids.tolist() != list(reference.encode(request, clef.max_length).input_ids):
+        encoding = clef.encode(request)
+        if encoding.media:
+            records.append(reference.with_media(encoding, clef.patches(encoding)))
+        else:
+            records.append(reference.encode(request, clef.max_length))
+        if encoding.input_ids.tolist() != list(records[-1].input_ids):
             raise VerificationError(f"request {index}: the token ids differ from the reference's")
-        expected.append(reference.logits(request, clef.max_length))
+        expected += reference.logits(records[-1:])
         progress(f"reference: {index + 1} of {len(requests)} requests")
     found = clef.logits(requests)
-    padded = reference.batch_logits(requests[:4], clef.max_length)
+    padded = reference.logits(records[:4])
     report = compare(expected, found, noise=largest_difference(expected[:4], padded))
     if not report.max_logit_difference <= max_logit_difference:
         raise VerificationError(f"{report}\na logit differs by more than {max_logit_difference:g}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import onnx_ir as ir
@@ -10,23 +10,22 @@ import onnx_ir as ir
 from clef_trt.errors import ReleaseError
 
 from .release import Release, StoredTensor, safetensors_header
-from .trace import checkpoint_name
 
 ONNX_DTYPES = {"BF16": ir.DataType.BFLOAT16, "F16": ir.DataType.FLOAT16, "F32": ir.DataType.FLOAT}
 BLOCK_BYTES = 64 * 2**20
-# Parts of a release that the text graph does not use; anything else that is left over is an error.
-UNUSED_PREFIXES = ("model.visual.", "mtp.", "model.mtp.")
+# Part of some releases, and of no use for a single pass; anything else that is left over is an error.
+UNUSED_PREFIXES = ("mtp.", "model.mtp.")
 
 
-def parameter_tensors(release: Release, parameters: dict[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
-    """The stored tensor of each parameter {name: shape}.
+def stored_as(release: Release, shapes: dict[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
+    """The stored tensor of every tensor {name in the checkpoint: shape} that the graphs need.
 
     Raises ReleaseError, naming all of them, for tensors that are missing, of another shape or dtype, or left over.
     """
     tied = release.config.text.tie_word_embeddings
     found, faults, used = {}, [], set()
-    for parameter, shape in parameters.items():
-        name = checkpoint_name(parameter)
+    for needed, shape in shapes.items():
+        name = needed
         if name == "lm_head.weight" and tied:
             name = "model.language_model.embed_tokens.weight"
         tensor = release.tensors.get(name)
@@ -38,7 +37,7 @@ def parameter_tensors(release: Release, parameters: dict[str, tuple[int, ...]]) 
         elif tensor.dtype not in ONNX_DTYPES:
             faults.append(f"{name} in {tensor.file} is {tensor.dtype}; expected one of {', '.join(ONNX_DTYPES)}")
         else:
-            found[parameter] = tensor
+            found[needed] = tensor
     allowed = (*UNUSED_PREFIXES, "lm_head.") if tied else UNUSED_PREFIXES
     faults += [
         f"{name} is not part of this architecture"
@@ -55,27 +54,33 @@ def parameter_tensors(release: Release, parameters: dict[str, tuple[int, ...]]) 
 def copied(
     release: Release, tensors: dict[str, StoredTensor], path: Path, progress: Callable[[str], None]
 ) -> dict[str, StoredTensor]:
-    """The tensors written into one safetensors file at `path`; returned with their new places."""
-    header, data_bytes = safetensors_header({name: (t.dtype, t.shape) for name, t in tensors.items()})
+    """The tensors written into one safetensors file at `path`, each once; returned with their new places."""
+    sources = {tensor: name for name, tensor in reversed(tensors.items())}  # tied weights are one stored tensor
+    header, data_bytes = safetensors_header({name: (t.dtype, t.shape) for t, name in sources.items()})
     places, done, told = {}, 0, 0
     with path.open("wb") as target:
         target.write(header)
-        for name, tensor in tensors.items():
-            places[name] = StoredTensor(path.name, tensor.dtype, tensor.shape, target.tell(), tensor.length_bytes)
-            with (release.root / tensor.file).open("rb") as source:
-                source.seek(tensor.offset_bytes)
-                left = tensor.length_bytes
-                while left:
-                    block = source.read(min(left, BLOCK_BYTES))
-                    if not block:
-                        raise ReleaseError(f"{tensor.file} ended while {name} was copied")
-                    target.write(block)
-                    left -= len(block)
-                    done += len(block)
-                    if done - told >= 2**30:
-                        told = done
-                        progress(f"copied {done / 1e9:.1f} of {data_bytes / 1e9:.1f} GB")
-    return places
+        for tensor in sources:
+            places[tensor] = StoredTensor(path.name, tensor.dtype, tensor.shape, target.tell(), tensor.length_bytes)
+            for block in _blocks(release.root / tensor.file, tensor):
+                target.write(block)
+                done += len(block)
+                if done - told >= 2**30:
+                    told = done
+                    progress(f"copied {done / 1e9:.1f} of {data_bytes / 1e9:.1f} GB")
+    return {name: places[tensor] for name, tensor in tensors.items()}
+
+
+def _blocks(path: Path, tensor: StoredTensor) -> Iterator[bytes]:
+    with path.open("rb") as source:
+        source.seek(tensor.offset_bytes)
+        left = tensor.length_bytes
+        while left:
+            block = source.read(min(left, BLOCK_BYTES))
+            if not block:
+                raise ReleaseError(f"{path} ended while it was copied")
+            left -= len(block)
+            yield block
 
 
 def fill_parameters(model: ir.Model, tensors: dict[str, StoredTensor]) -> None:

@@ -15,7 +15,7 @@ from clef_trt.bundle import ModelRecord, read_manifest
 from clef_trt.encode import Encoder
 from clef_trt.fake import FakeEngine
 
-MODEL = ModelRecord(96, 262144, 16, 16, 256, {})
+MODEL = ModelRecord({"hidden": 96}, 262144, 12, 16, 16, 4, 256, {})
 
 
 @settings(derandomize=True, max_examples=300)

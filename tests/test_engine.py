@@ -12,8 +12,9 @@ from clef_trt import Clef, EngineError, SettingError, samples
 from clef_trt.batch import collate
 from clef_trt.bundle import open_bundle, read_manifest
 from clef_trt.clef import Clef as ClefClass
+from clef_trt.contract import CONTRACTS, Tensors
 from clef_trt.encode import Encoder
-from clef_trt.engine import TEXT_INPUTS, Engine, OnnxRuntimeEngine, Tensors, open_engine
+from clef_trt.engine import Engine, OnnxRuntimeEngine, open_engine
 from clef_trt.fake import FakeEngine
 from clef_trt.request import parse_request
 
@@ -23,7 +24,7 @@ ENGINES = ("fake", "onnxruntime")
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest, bundles: dict[str, Path]) -> Any:
     bundle = open_bundle(bundles["odd"])
-    hidden = bundle.manifest.model.hidden_size
+    hidden = bundle.manifest.model.sizes["hidden"]
     made: Engine = FakeEngine(hidden) if request.param == "fake" else open_engine("onnxruntime", bundle)
     yield made
     made.close()
@@ -33,7 +34,7 @@ def engine(request: pytest.FixtureRequest, bundles: dict[str, Path]) -> Any:
 def inputs(bundles: dict[str, Path]) -> Tensors:
     encoder = Encoder(bundles["odd"] / "tokenizer.json")
     encodings = [encoder.encode(parse_request(request), 16384) for request in samples.requests()[:3]]
-    return collate(encodings, read_manifest(bundles["odd"]).model.hidden_size)
+    return collate(encodings, [], read_manifest(bundles["odd"]).model.sizes["hidden"])
 
 
 def test_logits_of_every_option(engine: Engine, inputs: Tensors) -> None:
@@ -112,9 +113,11 @@ def test_a_closed_engine_refuses(engine: Engine, inputs: Tensors) -> None:
         engine.run(inputs)
 
 
-def test_the_contract_is_what_the_manifest_says(bundles: dict[str, Path]) -> None:
-    graph = read_manifest(bundles["odd"]).graphs["text"]
-    assert {t.name: (t.dtype, tuple(t.axes)) for t in graph.inputs} == TEXT_INPUTS
+@pytest.mark.parametrize("graph", ["text", "vision"])
+def test_the_contract_is_what_the_manifest_says(graph: str, bundles: dict[str, Path]) -> None:
+    record, contract = read_manifest(bundles["odd"]).graphs[graph], CONTRACTS[graph]
+    assert {t.name: (t.dtype, tuple(t.axes)) for t in record.inputs} == contract.inputs
+    assert [(t.name, tuple(t.axes)) for t in record.outputs] == [(contract.output, contract.output_axes)]
 
 
 def test_unknown_engines_and_settings_are_refused(bundles: dict[str, Path]) -> None:

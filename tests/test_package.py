@@ -29,7 +29,7 @@ def test_sample_requests_are_valid() -> None:
 
     assert len(samples.requests()) == 9
     for request in samples.requests():
-        parse_request(request, Limits())
+        parse_request(request, limits=Limits())
 
 
 def test_the_runtime_does_not_import_torch() -> None:

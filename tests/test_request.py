@@ -96,7 +96,7 @@ def test_counts_up_to_the_limits_and_no_further() -> None:
     assert "questions.s.criteria" in faults(body(s={"type": "score", "criteria": ["x"] * 11}))
     assert faults(body(**many, one_more=NOUL)) == {"questions": "has 65 questions; at most 64 are allowed"}
     with pytest.raises(RequestError, match="at most 1 are allowed"):
-        parse_request(body(a=NOUL, b=NOUL), Limits(questions=1))
+        parse_request(body(a=NOUL, b=NOUL), limits=Limits(questions=1))
 
 
 def test_keys_that_are_no_strings_are_refused() -> None:
@@ -104,7 +104,7 @@ def test_keys_that_are_no_strings_are_refused() -> None:
     assert "questions.c.criteria.1" in faults(body(c={"type": "choice", "criteria": {1: None, "1": None}}))
 
 
-def test_pictures_are_refused_as_long_as_they_cannot_be_decided() -> None:
+def test_pictures_are_refused_without_a_reader() -> None:
     assert "images" in faults(body() | {"images": ["data:image/png;base64,AAAA"]})
 
 
