@@ -23,16 +23,17 @@ from clef_trt import Clef, samples
 from clef_trt.bundle import read_manifest
 
 
-def graph_of(bundle: Path) -> onnx.ModelProto:
-    return onnx.load(bundle / "text.onnx", load_external_data=False)
+def graph_of(bundle: Path, name: str = "text") -> onnx.ModelProto:
+    return onnx.load(bundle / f"{name}.onnx", load_external_data=False)
 
 
+@pytest.mark.parametrize("graph", ["text", "vision"])
 @pytest.mark.parametrize("release", RELEASES)
 def test_onnx_accepts_the_graph_with_its_weights(
-    release: str, bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    release: str, graph: str, bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(GOLDEN / release)  # external data is looked for under the working directory
-    onnx.checker.check_model(graph_of(bundles[release]), full_check=True)
+    onnx.checker.check_model(graph_of(bundles[release], graph), full_check=True)
 
 
 def test_axes_are_dynamic_and_named(bundles: dict[str, Path]) -> None:
@@ -45,6 +46,11 @@ def test_axes_are_dynamic_and_named(bundles: dict[str, Path]) -> None:
     assert axes["option_questions"] == ["batch", "options"]
     (logits,) = model.graph.output
     assert [d.dim_param for d in logits.type.tensor_type.shape.dim] == ["batch", "options"]
+    model = graph_of(bundles["odd"], "vision")
+    axes = {i.name: [d.dim_param or d.dim_value for d in i.type.tensor_type.shape.dim] for i in model.graph.input}
+    assert axes["pixel_values"] == ["groups", "patches", 1536]
+    (rows,) = model.graph.output
+    assert [d.dim_param or d.dim_value for d in rows.type.tensor_type.shape.dim] == ["groups", "tokens", 96]
 
 
 def test_operators_stay_whole(bundles: dict[str, Path]) -> None:
@@ -53,17 +59,20 @@ def test_operators_stay_whole(bundles: dict[str, Path]) -> None:
     assert kinds.count("GatedDeltaRule") == 6
     assert kinds.count("CausalAttention") == 2
     assert kinds.count("MaskedAttention") == 2 + 2 * 4
-    assert {function.name for function in model.functions} >= set(kinds)
+    assert {function.name for function in model.functions} == set(kinds)
+    vision = graph_of(bundles["narrow"], "vision")
+    assert [node.op_type for node in vision.graph.node if node.domain == "clef"] == ["FullAttention"] * 3
     assert sum(node.op_type == "RMSNormalization" for node in model.graph.node) == 2 * 8 + 2 * 2 + 6 + 1
 
 
-def test_no_weight_is_in_the_graph_and_no_path_of_this_machine(bundles: dict[str, Path]) -> None:
-    model = graph_of(bundles["narrow"])
+@pytest.mark.parametrize("graph", ["text", "vision"])
+def test_no_weight_is_in_the_graph_and_no_path_of_this_machine(graph: str, bundles: dict[str, Path]) -> None:
+    model = graph_of(bundles["narrow"], graph)
     weights = [t for t in model.graph.initializer if t.data_location == TensorProto.EXTERNAL]
-    assert sum(np.prod(t.dims, dtype=int) for t in weights) == read_manifest(bundles["narrow"]).weights.parameters
+    assert sum(np.prod(t.dims, dtype=int) for t in weights) == read_manifest(bundles["narrow"]).graphs[graph].parameters
     assert {t.data_type for t in weights} == {TensorProto.BFLOAT16}
     assert sum(len(t.raw_data) for t in model.graph.initializer) < 10_000
-    text = (bundles["narrow"] / "text.onnx").read_bytes()
+    text = (bundles["narrow"] / f"{graph}.onnx").read_bytes()
     for path in (os.getcwd(), os.path.dirname(torch.__file__), str(bundles["narrow"])):
         assert path.encode() not in text
 

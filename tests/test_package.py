@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import venv
@@ -11,7 +12,6 @@ import pytest
 
 import clef_trt
 from clef_trt import samples
-from clef_trt.types import Limits
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,11 +25,12 @@ def test_public_names() -> None:
 
 
 def test_sample_requests_are_valid() -> None:
+    from clef_trt.media import MediaReader
     from clef_trt.request import parse_request
 
-    assert len(samples.requests()) == 9
-    for request in samples.requests():
-        parse_request(request, limits=Limits())
+    reader = MediaReader(json.loads((ROOT / "tests" / "golden" / "narrow" / "processor_config.json").read_text()))
+    assert len(samples.requests()) == 10
+    assert sum(bool(parse_request(request, reader).media) for request in samples.requests()) == 1
 
 
 def test_the_runtime_does_not_import_torch() -> None:

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from clef_trt.cli import parser
 
@@ -14,10 +15,17 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_its_python_runs(bundles: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    exec(program.replace("clef-flash.bundle", str(bundles["narrow"])), {})
-    assert capsys.readouterr().out.split(" ", 1)[1].startswith("{'billing': 0.")
+def test_its_python_runs(
+    bundles: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (480, 360), (150, 110, 60)).save("photo.jpg")
+    programs = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(programs) == 2
+    exec("".join(programs).replace("clef-flash.bundle", str(bundles["narrow"])), {})
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.split(" ", 1)[1].startswith("{'billing': 0.")
+    assert re.fullmatch(r"\{'type': 'noul', 'noul': 0\.\d+\} \d+", second)
 
 
 def test_its_commands_parse() -> None:
@@ -43,5 +51,7 @@ def test_settings_are_those_of_load() -> None:
     from clef_trt import Clef
 
     known = {**inspect.signature(Clef.load).parameters, **inspect.signature(Clef.__init__).parameters}
-    for name in re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE):
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", README, re.MULTILINE)
+    assert len(rows) > 5
+    for name in re.findall(r"\w+", " ".join(rows)):
         assert name in known
