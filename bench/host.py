@@ -43,15 +43,15 @@ from tokenizers import Tokenizer  # noqa: E402
 from clef_trt.answer import response  # noqa: E402
 from clef_trt.batch import collate, plan_passes, split_logits  # noqa: E402
 from clef_trt.bundle import ModelRecord  # noqa: E402
+from clef_trt.contract import TEXT  # noqa: E402
 from clef_trt.encode import Encoder  # noqa: E402
-from clef_trt.engine import check_inputs  # noqa: E402
 from clef_trt.request import parse_request  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 STAGES = ("parse", "encode", "collate", "answer")
 MAX_LENGTH = 16384
-# Clef-Flash; nothing here depends on them but a row of zeros, hidden_size wide, and the bounds of a pass.
-MODEL = ModelRecord(4096, 262144, 16, 16, 256, {})
+# Clef-Flash; nothing here depends on them but a row of zeros, `hidden` wide, and the bounds of a pass.
+MODEL = ModelRecord({"hidden": 4096, "patch_values": 1536}, 262144, 48, 16, 16, 16, 256, {})
 AIM_US, BAR_US = 1000, 2000  # the median of `ticket`
 # Time per token at the largest size over that at the smallest; what exceeds 1 is noise of the measurement.
 GROWTH_BOUND = 1.05
@@ -81,8 +81,8 @@ def request_times(encoder: Encoder, body: Body, rng: np.random.Generator) -> tup
     encoded = perf_counter_ns()
     (indices,) = plan_passes([encoding.tokens], MODEL)
     together = [[encoding][index] for index in indices]
-    inputs = collate(together, MODEL.hidden_size)
-    check_inputs(inputs, MODEL.hidden_size)
+    inputs = collate(together, [], MODEL.sizes["hidden"])
+    TEXT.check(inputs, MODEL.sizes)
     collated = perf_counter_ns()
     logits = rng.standard_normal(inputs["option_questions"].shape, np.float32)
     answering = perf_counter_ns()

@@ -28,8 +28,7 @@ def parse_request(body: Any, media: MediaReader | None = None, limits: Limits = 
     faults: list[Fault] = []
     if not isinstance(body, dict):
         raise RequestError([_wrong((), body, "an object with model, state and questions")])
-    for key in body.keys() - {*REQUEST_KEYS, *IGNORED_KEYS}:
-        faults.append(_unknown((), key, REQUEST_KEYS))
+    faults += [_unknown((), key, REQUEST_KEYS) for key in body if key not in (*REQUEST_KEYS, *IGNORED_KEYS)]
     if body.get("stream", False) is not False:
         faults.append(_wrong(("stream",), body["stream"], "false: an answer comes in one piece"))
     for key in ("model", "state", "questions"):
@@ -82,8 +81,7 @@ def _question(key: str, body: Any, limits: Limits, faults: list[Fault]) -> Quest
     if not isinstance(body, dict):
         faults.append(_wrong(loc, body, f"an object with {', '.join(QUESTION_KEYS)}"))
         return None
-    for name in body.keys() - set(QUESTION_KEYS):
-        faults.append(_unknown(loc, name, QUESTION_KEYS))
+    faults += [_unknown(loc, name, QUESTION_KEYS) for name in body if name not in QUESTION_KEYS]
     instructions = body.get("instructions")
     if not isinstance(instructions, str | dict | list | None):
         faults.append(_wrong((*loc, "instructions"), instructions, "a string, object, array or null"))
@@ -106,8 +104,7 @@ def _noul_options(criteria: Any, loc: Loc, _: Limits, faults: list[Fault]) -> tu
     if not isinstance(criteria, dict):
         faults.append(_wrong(loc, criteria, "an object with the keys true and false, or nothing"))
         return ()
-    for name in criteria.keys() - NOUL_DESCRIPTIONS.keys():
-        faults.append(_unknown(loc, name, tuple(NOUL_DESCRIPTIONS)))
+    faults += [_unknown(loc, name, tuple(NOUL_DESCRIPTIONS)) for name in criteria if name not in NOUL_DESCRIPTIONS]
     return tuple((NOUL_DESCRIPTIONS | criteria).items())[:2]
 
 

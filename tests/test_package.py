@@ -67,3 +67,10 @@ def test_decide_with_only_the_runtime_dependencies(bundles: dict[str, Path], tmp
     )
     assert refused.returncode == 2
     assert "pip install 'clef-trt[export]'" in refused.stderr
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "bench").glob("*.py")))
+def test_bench_scripts_start(script: str) -> None:
+    run = subprocess.run([sys.executable, str(ROOT / "bench" / script), "--help"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "--json" in run.stdout
