@@ -16,6 +16,9 @@ from .bundle import Bundle
 from .contract import CONTRACTS, Tensors
 from .errors import EngineError, SettingError
 
+# What ONNX Runtime on the CPU runs, and the memory of a weight there (int8: embeddings and small weights are wider).
+PARAMETER_BYTES = {"fp32": 4.0, "int8": 2.0}
+
 logger = logging.getLogger("clef_trt")
 
 
@@ -35,8 +38,13 @@ class Engine(Protocol):
 class OnnxRuntimeEngine:
     """One graph of a bundle on ONNX Runtime's CPU provider."""
 
-    def __init__(self, bundle: Bundle, graph: str = "text", threads: int | None = None) -> None:
-        """`threads`: worker threads of one pass; None leaves the choice (one per core) to ONNX Runtime."""
+    def __init__(
+        self, bundle: Bundle, graph: str = "text", threads: int | None = None, model: bytes | None = None
+    ) -> None:
+        """`threads`: worker threads of one pass; None leaves the choice (one per core) to ONNX Runtime.
+
+        `model`: an ONNX model to run in place of the bundle's own, over the same weights.
+        """
         if threads is not None and threads < 1:
             raise SettingError(f"threads is {threads}; expected at least 1, or None for one per core")
         self._contract = CONTRACTS[graph]
@@ -52,7 +60,7 @@ class OnnxRuntimeEngine:
         path = bundle.path(bundle.manifest.graphs[graph].file)
         try:
             self._session: onnxruntime.InferenceSession | None = onnxruntime.InferenceSession(
-                path.read_bytes(), options, providers=["CPUExecutionProvider"]
+                model or path.read_bytes(), options, providers=["CPUExecutionProvider"]
             )
         except Exception as fault:  # ONNX Runtime raises a class per status, all directly under Exception
             raise EngineError(f"ONNX Runtime cannot open {path}: {fault}") from fault
@@ -86,16 +94,17 @@ class OnnxRuntimeEngine:
 
 
 def _require_memory(bundle: Bundle, graph: str) -> None:
-    """Say what float32 weights need before they are loaded, and refuse what this machine cannot hold."""
-    needed = 4 * bundle.manifest.graphs[graph].parameters
+    """Say what the weights need before they are loaded, and refuse what this machine cannot hold."""
+    needed = PARAMETER_BYTES.get(bundle.manifest.precision, 4.0) * bundle.manifest.graphs[graph].parameters
     present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > present:
         raise EngineError(
-            f"the {graph} graph of {bundle.manifest.source.name} in fp32 needs about {needed / 1e9:.0f} GB for its "
-            f"weights; this machine has {present / 1e9:.0f} GB. Use a machine with more memory, or another precision"
+            f"the {graph} graph of {bundle.manifest.source.name} needs about {needed / 1e9:.0f} GB for its weights in "
+            f"{bundle.manifest.precision}; this machine has {present / 1e9:.0f} GB. Use a machine with more memory, or "
+            "another precision"
         )
     if needed > 4e9:
-        logger.warning("loading about %.0f GB of float32 weights", needed / 1e9)
+        logger.warning("loading about %.0f GB of weights", needed / 1e9)
 
 
 def open_engine(name: str, bundle: Bundle, graph: str = "text", threads: int | None = None) -> Engine:
@@ -103,9 +112,9 @@ def open_engine(name: str, bundle: Bundle, graph: str = "text", threads: int | N
     known = ("auto", "onnxruntime")
     if name not in known:
         raise SettingError(f"engine is {name!r}; expected one of {', '.join(known)}")
-    if bundle.manifest.precision != "fp32":
+    if bundle.manifest.precision not in PARAMETER_BYTES:
         raise EngineError(
-            f"{bundle.folder} is {bundle.manifest.precision}, and ONNX Runtime on the CPU runs fp32: "
-            "export the release again with that precision"
+            f"{bundle.folder} is {bundle.manifest.precision}; ONNX Runtime on the CPU runs "
+            f"{', '.join(PARAMETER_BYTES)}: build a TensorRT plan of it, or export the release again in one of those"
         )
     return OnnxRuntimeEngine(bundle, graph, threads)

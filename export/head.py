@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from clef_trt.functions import MASKED
+
 from .config import HeadConfig
-from .operators import MASKED, masked_attention
+from .operators import masked_attention
 
 
 class MultiheadAttention(nn.Module):
@@ -173,7 +175,8 @@ def span_means(spans: Tensor, token: Tensor, rows: Tensor) -> Tensor:
     """Means of rows [B, S, H] over spans [B, K, 2], as one matrix product -> [B, K, H]; zero for an empty span."""
     start, end = spans[..., :1], spans[..., 1:]
     inside = (token >= start) & (token < end)
-    return (inside.to(rows.dtype) / (end - start).clamp(min=1).to(rows.dtype)) @ rows
+    sums = inside.to(rows.dtype) @ rows  # of zeros and ones: exact weights in every precision
+    return (sums.float() / (end - start).clamp(min=1)).to(rows.dtype)
 
 
 def cosine(left: Tensor, right: Tensor, eps: float) -> Tensor:

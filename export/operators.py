@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-CHUNK = 64
-# Added to the scores of masked keys: finite, so that a row with every key masked stays finite too.
-MASKED = -1e30
+from clef_trt.functions import CHUNK, block_masks
 
 
 def _node(name: str, inputs: tuple[Tensor, ...], like: Tensor) -> Tensor:
@@ -72,18 +70,9 @@ def _unit_lower_inverse(a: Tensor) -> Tensor:
     Exact in log2(C) steps and stable on correlated keys, where the product (I - a)(I + a²)(I + a⁴)… overflows.
     """
     inverse = torch.eye(CHUNK, device=a.device, dtype=a.dtype).expand_as(a)
-    for mask in block_masks(CHUNK).to(a):
+    for mask in torch.from_numpy(block_masks(CHUNK)).to(a):
         inverse = inverse - inverse @ (a * mask) @ inverse
     return inverse
-
-
-def block_masks(size: int) -> Tensor:
-    """float32 [log2(size), size, size]: step i selects the lower-left 2^i block of every block of 2^(i+1) rows."""
-    row, column = torch.arange(size)[:, None], torch.arange(size)[None, :]
-    steps = [2**i for i in range(size.bit_length() - 1)]
-    return torch.stack(
-        [((row // m) % 2 == 1) & ((column // m) % 2 == 0) & (row // (2 * m) == column // (2 * m)) for m in steps]
-    ).float()
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import onnx
 import onnx_ir as ir
+import torch
 from onnx import helper
 
 from clef_trt.bundle import (
@@ -25,11 +26,12 @@ from clef_trt.bundle import (
 )
 from clef_trt.contract import TEXT, VISION, Contract
 from clef_trt.errors import BundleError, ExportError, ReleaseError
+from clef_trt.functions import DOMAIN, QUERY_TILE, general_functions
 from clef_trt.hashes import sha256_of_files
 from clef_trt.processor import read_processors
 
 from .config import ReleaseConfig, read_json
-from .functions import DOMAIN, QUERY_TILE, fp32_functions
+from .precision import Precision, check_precision, quantise, quantised_linears
 from .release import Release, open_release
 from .trace import checkpoint_name, model_sizes, trace_text, trace_vision, vision_checkpoint_name
 from .weights import copied, fill_parameters, stored_as
@@ -53,7 +55,7 @@ class GraphPlan:
     """How one graph of a bundle comes about."""
 
     contract: Contract
-    trace: Callable[[ReleaseConfig], ir.Model]
+    trace: Callable[[ReleaseConfig, torch.dtype], ir.Model]
     checkpoint_name: Callable[[str], str]  # of a parameter
 
 
@@ -64,31 +66,43 @@ def export(
     source: str | Path,
     target: str | Path,
     *,
+    precision: Precision = Precision("fp32"),
     copy_weights: bool = False,
     force: bool = False,
     progress: Progress = lambda _: None,
 ) -> Manifest:
-    """Export a release (a folder or a hub name) into a float32 bundle at `target`, and return its manifest.
+    """Export a release (a folder or a hub name) into a bundle of one precision at `target`, and return its manifest.
 
-    The graphs point into the release's own safetensors unless `copy_weights`. Raises ReleaseError for a checkpoint that
-    cannot be read, ExportError when `target` exists and `force` is not given, or when a step fails.
+    The graphs point into the release's own safetensors unless `copy_weights`; weights that are quantised are written.
+    An int8 bundle holds all its weights, because ONNX Runtime reads them from one folder. Raises ReleaseError for a
+    checkpoint that cannot be read, ExportError when `target` exists and `force` is not given, or when a step fails.
     """
+    copy_weights = copy_weights or precision.name == "int8"
     with new_bundle(Path(target), force) as folder:
         progress(f"reading {source}")
         release = open_release(source)
         check_media(release)
+        check_precision(precision, lambda: source_sha256(release, hash_weights(release, progress)))
         progress(f"tracing {len(release.config.text.layer_types)} layers and {release.config.vision.depth} of vision")
-        models = {plan.contract.name: plan.trace(release.config) for plan in GRAPHS}
+        models = {plan.contract.name: plan.trace(release.config, precision.dtype) for plan in GRAPHS}
         shapes = {plan.contract.name: _shapes(models[plan.contract.name], plan) for plan in GRAPHS}
         tensors = stored_as(release, {name: shape for part in shapes.values() for name, shape in part.items()})
+        parameters = sum(prod(tensor.shape) for tensor in set(tensors.values()))
+        text = models[TEXT.name]
+        linears = quantised_linears(precision, text, release)
+        if linears:
+            progress(f"quantising {len(linears)} linears to {precision.name}")
+            stored = {linear.weight: tensors.pop(checkpoint_name(linear.weight)) for linear in linears}
+            quantise(precision, text, linears, release, stored, folder, progress)
         used = set(tensors.values())
-        stored_bytes = sum(tensor.length_bytes for tensor in used)
-        progress(f"hashing the weight files, {stored_bytes / 1e6:,.0f} MB of them used")
+        progress(f"hashing the weight files, {sum(t.length_bytes for t in used) / 1e6:,.0f} MB of them used")
         hashes = hash_weights(release, progress)
+        own_weights = [] if precision.quantised_file is None else [precision.quantised_file]
         if copy_weights:
             progress("copying weights")
             tensors = copied(release, tensors, folder / WEIGHTS_FILE, progress)
-            recorded_root, files = ".", file_records(folder, [WEIGHTS_FILE])
+            recorded_root, files = ".", file_records(folder, [WEIGHTS_FILE, *own_weights])
+            own_weights.append(WEIGHTS_FILE)
         else:
             recorded_root = str(release.root)
             files = file_records(release.root, sorted({tensor.file for tensor in used}), hashes)
@@ -96,17 +110,20 @@ def export(
         graphs = {}
         for plan in GRAPHS:
             name, model = plan.contract.name, models[plan.contract.name]
-            parameters = [str(value.name) for value in _weights(model, plan)]
-            fill_parameters(model, {parameter: tensors[plan.checkpoint_name(parameter)] for parameter in parameters})
+            names = [str(value.name) for value in _weights(model, plan)]
+            fill_parameters(model, {parameter: tensors[plan.checkpoint_name(parameter)] for parameter in names})
             graphs[name] = _write_graph(model, plan.contract, folder / f"{name}.onnx", shapes[name])
         for file in COPIED_FILES:
             shutil.copyfile(release.folder / file, folder / file)
-        own = sorted(path.name for path in folder.iterdir() if path.name not in (".lock", WEIGHTS_FILE))
+        recorded = (".lock", *own_weights) if copy_weights else (".lock",)
+        own = sorted(path.name for path in folder.iterdir() if path.name not in recorded)
+        stored_bytes = sum(tensor.length_bytes for tensor in used)
+        stored_bytes += sum((folder / name).stat().st_size for name in own_weights if name != WEIGHTS_FILE)
         manifest = Manifest(
             format_version=FORMAT_VERSION,
-            precision="fp32",
+            precision=precision.name,
             source=SourceRecord(release.name, source_sha256(release, hashes)),
-            weights=WeightsRecord(recorded_root, files, sum(prod(tensor.shape) for tensor in used), stored_bytes),
+            weights=WeightsRecord(recorded_root, files, parameters, stored_bytes),
             model=_model_record(release),
             graphs=graphs,
             files=file_records(folder, own),
@@ -194,7 +211,7 @@ def _write_graph(model: ir.Model, contract: Contract, path: Path, shapes: Shapes
     """Serialise with the local functions it uses attached, and let ONNX check it."""
     proto = ir.to_proto(model)
     used = {node.op_type for node in model.graph if node.domain == DOMAIN}
-    proto.functions.extend(function for function in fp32_functions() if function.name in used)
+    proto.functions.extend(function for function in general_functions() if function.name in used)
     check_graph(proto)
     path.write_bytes(proto.SerializeToString())
     return GraphRecord(

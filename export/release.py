@@ -14,7 +14,7 @@ from clef_trt.errors import BundleError, MissingExtraError, ReleaseError
 
 from .config import ReleaseConfig, read_config, read_json
 
-DTYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
+DTYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1}
 HEAD_FILE, INDEX_FILE, SINGLE_FILE = "joint_head.safetensors", "model.safetensors.index.json", "model.safetensors"
 
 
@@ -23,7 +23,7 @@ class StoredTensor:
     """The bytes of one tensor: a file relative to the release's root, and a region of it."""
 
     file: str
-    dtype: str  # as safetensors spells it: BF16, F16, F32
+    dtype: str  # as safetensors spells it: BF16, F16, F32, …
     shape: tuple[int, ...]
     offset_bytes: int
     length_bytes: int

@@ -17,10 +17,10 @@ from torch.nn import functional
 
 from clef_trt.contract import TEXT, VISION, Contract
 from clef_trt.errors import ExportError
+from clef_trt.functions import DOMAIN, DOMAIN_VERSION, OPSET
 
 from .backbone import Backbone
 from .config import ReleaseConfig
-from .functions import DOMAIN, DOMAIN_VERSION, OPSET
 from .head import JointSchemaHead
 from .vision import VisionTower
 
@@ -68,19 +68,20 @@ def vision_checkpoint_name(parameter: str) -> str:
     return "model.visual." + parameter
 
 
-def trace_text(config: ReleaseConfig) -> ir.Model:
+def trace_text(config: ReleaseConfig, dtype: torch.dtype = torch.float32) -> ir.Model:
     """The text graph of a release's configuration; see `trace`."""
-    return trace(lambda: TextModel(config), TEXT, config)
+    return trace(lambda: TextModel(config), TEXT, config, dtype)
 
 
-def trace_vision(config: ReleaseConfig) -> ir.Model:
+def trace_vision(config: ReleaseConfig, dtype: torch.dtype = torch.float32) -> ir.Model:
     """The vision graph of a release's configuration; see `trace`."""
-    return trace(lambda: VisionTower(config.vision), VISION, config)
+    return trace(lambda: VisionTower(config.vision), VISION, config, dtype)
 
 
-def trace(build: Callable[[], nn.Module], contract: Contract, config: ReleaseConfig) -> ir.Model:
-    """A module as a float32 graph, its parameters declared as inputs without bytes.
+def trace(build: Callable[[], nn.Module], contract: Contract, config: ReleaseConfig, dtype: torch.dtype) -> ir.Model:
+    """A module as a graph in `dtype`, its parameters declared as inputs without bytes.
 
+    BF16 is traced rather than made of the float32 graph: where float32 is needed is then written once, in the modules.
     Traced on fake tensors: no memory is taken for weights. Promises that inputs, their axes and the output are those
     of the contract, and that every parameter kept its name.
     """
@@ -90,10 +91,10 @@ def trace(build: Callable[[], nn.Module], contract: Contract, config: ReleaseCon
     dims = {name: torch.export.Dim(name, min=1) for name in SAMPLE_SIZES}
     dims["patches"] = merge * dims["tokens"]
     with FakeTensorMode(), torch.device("cpu"):
-        model = build().eval()
+        model = _in_dtype(build, dtype).eval()
         samples = tuple(
-            torch.zeros([a if isinstance(a, int) else sample[a] for a in axes], dtype=getattr(torch, dtype))
-            for dtype, axes in contract.inputs.values()
+            torch.zeros([a if isinstance(a, int) else sample[a] for a in axes], dtype=getattr(torch, kind))
+            for kind, axes in contract.inputs.values()
         )
     dynamic = tuple({i: dims[a] for i, a in enumerate(axes) if a in dims} for _, axes in contract.inputs.values())
     with _quiet():
@@ -109,6 +110,16 @@ def trace(build: Callable[[], nn.Module], contract: Contract, config: ReleaseCon
     _tidy(graph_model, contract)
     _check(graph_model, contract, parameters, fixed)
     return graph_model
+
+
+def _in_dtype(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    """The module with parameters in `dtype`; fake parameters cannot be converted afterwards."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return build()
+    finally:
+        torch.set_default_dtype(before)
 
 
 def model_sizes(config: ReleaseConfig) -> dict[str, int]:

@@ -105,7 +105,7 @@ class VisionTower(nn.Module):
         cos, sin = self.rotary_tables(positions)
         for block in self.blocks:
             x = block(x, cos, sin)
-        return self.merger(x)
+        return self.merger(x).float()
 
     def rotary_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [1, P, 1, D/2], D the head's size: half the angles turn with the row, half with the column."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
+import torch
 
-from clef_trt.errors import ReleaseError
+from clef_trt.errors import ExportError, ReleaseError
 
 from .release import Release, StoredTensor, safetensors_header
 
 ONNX_DTYPES = {"BF16": ir.DataType.BFLOAT16, "F16": ir.DataType.FLOAT16, "F32": ir.DataType.FLOAT}
+TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 BLOCK_BYTES = 64 * 2**20
 # Part of some releases, and of no use for a single pass; anything else that is left over is an error.
 UNUSED_PREFIXES = ("mtp.", "model.mtp.")
@@ -81,6 +84,40 @@ def _blocks(path: Path, tensor: StoredTensor) -> Iterator[bytes]:
                 raise ReleaseError(f"{path} ended while it was copied")
             left -= len(block)
             yield block
+
+
+@dataclass(frozen=True)
+class OwnTensor:
+    """A tensor that the export makes: its bytes are asked for when they are written."""
+
+    name: str
+    dtype: str  # as safetensors spells it
+    shape: tuple[int, ...]
+    content: Callable[[], bytes]
+
+
+def write_own(tensors: list[OwnTensor], path: Path, progress: Callable[[str], None]) -> dict[str, StoredTensor]:
+    """Tensors of ours, one after the other, into a safetensors file; returned with their places, by name."""
+    header, data_bytes = safetensors_header({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors})
+    places, told = {}, 0
+    with path.open("wb") as target:
+        target.write(header)
+        for tensor in tensors:
+            content, start = tensor.content(), target.tell()
+            places[tensor.name] = StoredTensor(path.name, tensor.dtype, tensor.shape, start, len(content))
+            target.write(content)
+            if target.tell() - told >= 2**30:
+                told = target.tell()
+                progress(f"quantised {told / 1e9:.1f} of {data_bytes / 1e9:.1f} GB")
+        if target.tell() != len(header) + data_bytes:
+            raise ExportError(f"quantise: {target.tell():,} bytes written, {len(header) + data_bytes:,} announced")
+    return places
+
+
+def read_tensor(root: Path, tensor: StoredTensor) -> torch.Tensor:
+    """A stored tensor, as it is stored, in memory of its own."""
+    content = bytearray(b"".join(_blocks(root / tensor.file, tensor)))
+    return torch.frombuffer(content, dtype=TORCH_DTYPES[tensor.dtype]).reshape(tensor.shape)
 
 
 def fill_parameters(model: ir.Model, tensors: dict[str, StoredTensor]) -> None:

@@ -13,7 +13,6 @@ import onnxruntime
 import pytest
 import torch
 from clef_export import operators
-from clef_export.functions import fp32_functions
 from clef_export.pipeline import export
 from clef_export.random_release import byte_tokenizer, small_config, write_release
 from conftest import GOLDEN, RELEASES
@@ -21,6 +20,7 @@ from onnx import TensorProto, helper
 
 from clef_trt import Clef, samples
 from clef_trt.bundle import read_manifest
+from clef_trt.functions import MASKED, general_functions, parallel_delta_rule
 
 
 def graph_of(bundle: Path, name: str = "text") -> onnx.ModelProto:
@@ -133,8 +133,11 @@ def test_one_seed_makes_one_release(tmp_path: Path) -> None:
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
 
 
-def run_function(name: str, inputs: list[torch.Tensor]) -> np.ndarray:
+def run_function(
+    name: str, inputs: list[torch.Tensor], functions: list[onnx.FunctionProto] | None = None
+) -> np.ndarray:
     """One `clef` operator alone in a graph, on ONNX Runtime."""
+    functions = functions or general_functions()
     names = [f"x{i}" for i in range(len(inputs))]
     values = [
         helper.make_tensor_value_info(n, TensorProto.FLOAT, [None] * x.ndim) for n, x in zip(names, inputs, strict=True)
@@ -142,7 +145,7 @@ def run_function(name: str, inputs: list[torch.Tensor]) -> np.ndarray:
     output = helper.make_tensor_value_info("y", TensorProto.FLOAT, [None] * 4)
     graph = helper.make_graph([helper.make_node(name, names, ["y"], domain="clef")], "g", values, [output])
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid("clef", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, functions=fp32_functions(), ir_version=10)
+    model = helper.make_model(graph, opset_imports=opsets, functions=functions, ir_version=10)
     onnx.checker.check_model(model)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     (result,) = session.run(["y"], {n: x.numpy() for n, x in zip(names, inputs, strict=True)})
@@ -181,7 +184,13 @@ def test_the_delta_rule_is_its_definition(
         k, b = 0.02 * k + torch.randn(1, 1, key_heads, key_dim), 0.99 + 0.01 * b
     expected = step_by_step(*(x.double().numpy() for x in (q, k, v, g, b)))
     tolerance = 2e-6 * max(1.0, np.abs(expected).max())
-    for found in (operators.gated_delta_rule(q, k, v, g, b).numpy(), run_function("GatedDeltaRule", [q, k, v, g, b])):
+    inputs = [q, k, v, g, b]
+    for found in (
+        operators.gated_delta_rule(*inputs).numpy(),
+        run_function("GatedDeltaRule", inputs),
+        run_function("GatedDeltaRule", inputs, [parallel_delta_rule(max_tokens=length)]),
+        run_function("GatedDeltaRule", inputs, [parallel_delta_rule(max_tokens=4096)]),
+    ):
         np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
 
 
@@ -197,8 +206,8 @@ def test_tiled_attention_is_attention(length: int, heads: int, key_heads: int) -
     np.testing.assert_allclose(
         run_function("FullAttention", [q, k, v]), operators.full_attention(q, k, v), rtol=0, atol=2e-6
     )
-    bias = torch.where(torch.rand(2, 90) < 0.5, 0.0, operators.MASKED)
-    bias[1] = operators.MASKED  # a row masked whole stays finite
+    bias = torch.where(torch.rand(2, 90) < 0.5, 0.0, MASKED)
+    bias[1] = MASKED  # a row masked whole stays finite
     np.testing.assert_allclose(
         run_function("MaskedAttention", [q, k, v, bias]), operators.masked_attention(q, k, v, bias), rtol=0, atol=2e-6
     )

@@ -1,7 +1,8 @@
-"""Bodies of the `clef` operators as ONNX local functions in plain ONNX operators, float32 inside.
+"""Bodies of the `clef` operators as ONNX local functions in plain ONNX operators, computing in float32 or as noted.
 
-Attention is tiled by query, because ONNX Runtime's own causal attention holds the whole [B, H, S, S] matrix. A tile
-count is fixed by QUERY_TILE and the tiles are then made equal, so that few queries are never padded to a full tile.
+A graph carries the general bodies, which ONNX Runtime runs: a Scan over chunks for the delta rule, attention tiled by
+query (ONNX Runtime's own causal attention holds the whole [B, H, S, S] matrix). A TensorRT build puts others in their
+place: its fused Attention, and a delta rule without a loop (`parallel_delta_rule` says why).
 """
 
 from __future__ import annotations
@@ -10,19 +11,111 @@ import numpy as np
 import onnx
 from onnx import numpy_helper, parser
 
-from .operators import CHUNK, MASKED, block_masks
-
 DOMAIN, DOMAIN_VERSION, OPSET = "clef", 1, 23
-QUERY_TILE = 256
+CHUNK = 64  # tokens whose delta rule is computed at once
+QUERY_TILE = 256  # queries attended at once
+# Added to the scores of masked keys: finite, so that a row with every key masked stays finite too.
+MASKED = -1e30
 
 
-def fp32_functions() -> list[onnx.FunctionProto]:
-    """The functions of a float32 graph."""
+def general_functions() -> list[onnx.FunctionProto]:
+    """The bodies that a graph carries."""
     return [gated_delta_rule(), causal_attention(), masked_attention(), full_attention()]
 
 
+def tensorrt_functions(max_tokens: int) -> list[onnx.FunctionProto]:
+    """The bodies for a TensorRT engine whose longest profile has `max_tokens`."""
+    return [
+        parallel_delta_rule(max_tokens),
+        fused_attention("CausalAttention", causal=True, biased=False),
+        fused_attention("MaskedAttention", causal=False, biased=True),
+        fused_attention("FullAttention", causal=False, biased=False),
+    ]
+
+
+def block_masks(size: int) -> np.ndarray:
+    """float32 [log2(size), size, size]: step i selects the lower-left 2^i block of every block of 2^(i+1) rows."""
+    row, column = np.arange(size)[:, None], np.arange(size)[None, :]
+    steps = [2**i for i in range(size.bit_length() - 1)]
+    masks = [((row // m) % 2 == 1) & ((column // m) % 2 == 0) & (row // (2 * m) == column // (2 * m)) for m in steps]
+    return np.stack(masks).astype(np.float32)
+
+
+def fused_attention(name: str, causal: bool, biased: bool) -> onnx.FunctionProto:
+    """Any of the attentions as ONNX's one Attention node, in the type of its inputs: what TensorRT has kernels for."""
+    bias = """
+        bias_axes = Constant <value_ints = [1, 2]> ()
+        bias = Unsqueeze(key_bias, bias_axes)"""
+    body = f"""{bias if biased else ""}
+        output = Attention <is_causal = {int(causal)}> (query, key, value{", bias" if biased else ""})"""
+    return _function(name, "query, key, value" + (", key_bias" if biased else ""), body)
+
+
 def gated_delta_rule() -> onnx.FunctionProto:
-    """`operators.gated_delta_rule`: everything inside a chunk at once, then a Scan over chunks with the state.
+    """`operators.gated_delta_rule`: everything inside a chunk at once, then a Scan over chunks with the state."""
+    return _delta_rule("""
+        state_shape = Concat <axis = 0> (batch, key_heads, group, key_dim, value_dim)
+        initial = ConstantOfShape <value = float[1] {0.0}> (state_shape)
+        final_state, chunk_outputs = Scan <num_scan_inputs = 6, body = step (
+            float[] state, float[] u_i, float[] w_i, float[] scores_i, float[] q_i, float[] k_i, float[] decay_i
+        ) => (float[] next_state, float[] out_i) {
+            ws = MatMul(w_i, state)
+            new = Sub(u_i, ws)
+            out_state = MatMul(q_i, state)
+            out_chunk = MatMul(scores_i, new)
+            out_i = Add(out_state, out_chunk)
+            kept = Mul(state, decay_i)
+            update = MatMul(k_i, new)
+            next_state = Add(kept, update)
+        }> (initial, u, w, scores, q_decayed, k_update, chunk_decay)""")
+
+
+def parallel_delta_rule(max_tokens: int) -> onnx.FunctionProto:
+    """`operators.gated_delta_rule` without a loop, for at most `max_tokens` tokens.
+
+    The state obeys S_n = M_n S_(n-1) + B_n with M = e^G I - K'W and B = K'U, so all states are prefix products, found
+    in log2(chunks) steps of doubling: n takes in the result that ends at n - 1, n - 2, n - 4, … TensorRT runs a loop as
+    one launch after another, and TensorRT for RTX 1.7 crashes on any loop behind an Attention. M before the first chunk
+    is never used, because the state starts at zero: what is shifted in may be zeros.
+    """
+    steps = max((-(-max_tokens // CHUNK) - 1).bit_length(), 1)
+    doubling = "".join(
+        f"""
+        b_shift{i} = Constant <value_ints = [{2**i}, 0]> ()
+        b_padded{i} = Pad(b{i}, b_shift{i}, , zero)
+        b_before{i} = Slice(b_padded{i}, zero, chunks, zero)
+        m_padded{i} = Pad(m{i}, b_shift{i}, , zero)
+        m_before{i} = Slice(m_padded{i}, zero, chunks, zero)
+        b_carried{i} = MatMul(m{i}, b_before{i})
+        b{i + 1} = Add(b{i}, b_carried{i})
+        m{i + 1} = MatMul(m{i}, m_before{i})"""
+        for i in range(steps)
+    )
+    return _delta_rule(f"""
+        zero_scalar = Constant <value_int = 0> ()
+        one_scalar = Constant <value_int = 1> ()
+        key_dim_scalar = Squeeze(key_dim)
+        places = Range(zero_scalar, key_dim_scalar, one_scalar)
+        place_column = Unsqueeze(places, one)
+        diagonal = Equal(places, place_column)
+        unit = Cast <to = 1> (diagonal)
+        kept = Mul(chunk_decay, unit)
+        kw = MatMul(k_update, w)
+        m0 = Sub(kept, kw)
+        b0 = MatMul(k_update, u)
+        {doubling}
+        one_back = Constant <value_ints = [1, 0]> ()
+        states_padded = Pad(b{steps}, one_back, , zero)
+        states = Slice(states_padded, zero, chunks, zero)
+        ws = MatMul(w, states)
+        new = Sub(u, ws)
+        out_state = MatMul(q_decayed, states)
+        out_chunk = MatMul(scores, new)
+        chunk_outputs = Add(out_state, out_chunk)""")
+
+
+def _delta_rule(chunks_to_outputs: str) -> onnx.FunctionProto:
+    """The delta rule around its recurrence from chunk to chunk, which is given.
 
     Axes of the chunked tensors: [chunks, batch, key heads, value heads per key head, token in chunk, dim].
     """
@@ -105,28 +198,14 @@ def gated_delta_rule() -> onnx.FunctionProto:
         q_decayed = Mul(q, decayed)
         k_remaining = Mul(k, remaining)
         k_update = Transpose <perm = [0, 1, 2, 3, 5, 4]> (k_remaining)
-
-        state_shape = Concat <axis = 0> (batch, key_heads, group, key_dim, value_dim)
-        initial = ConstantOfShape <value = float[1] {{0.0}}> (state_shape)
-        final_state, chunk_outputs = Scan <num_scan_inputs = 6, body = step (
-            float[] state, float[] u_i, float[] w_i, float[] scores_i, float[] q_i, float[] k_i, float[] decay_i
-        ) => (float[] next_state, float[] out_i) {{
-            ws = MatMul(w_i, state)
-            new = Sub(u_i, ws)
-            out_state = MatMul(q_i, state)
-            out_chunk = MatMul(scores_i, new)
-            out_i = Add(out_state, out_chunk)
-            kept = Mul(state, decay_i)
-            update = MatMul(k_i, new)
-            next_state = Add(kept, update)
-        }}> (initial, u, w, scores, q_decayed, k_update, chunk_decay)
+{chunks_to_outputs}
 
         by_token = Transpose <perm = [1, 0, 4, 2, 3, 5]> (chunk_outputs)
         padded_shape = Concat <axis = 0> (batch, padded, value_heads, value_dim)
         joined = Reshape(by_token, padded_shape)
         cut = Slice(joined, zero, length, one)
         output = CastLike(cut, value)"""
-    constants = {f"block_mask{i}": mask.numpy() for i, mask in enumerate(block_masks(CHUNK))}
+    constants = {f"block_mask{i}": mask for i, mask in enumerate(block_masks(CHUNK))}
     constants["identity"] = np.eye(CHUNK, dtype=np.float32)
     constants["lower"] = np.tri(CHUNK, dtype=bool)
     return _function("GatedDeltaRule", "query, key, value, decay, beta", body, constants)
@@ -179,9 +258,12 @@ def causal_attention() -> onnx.FunctionProto:
         group = Div(heads, key_heads)
         {_tiling("length")}
         two = Constant <value_ints = [2]> ()
-        dim_float = CastLike(dim, query)
+        dim_float = Cast <to = 1> (dim)
         root = Sqrt(dim_float)
-        scaled = Div(query, root)
+        query_float = Cast <to = 1> (query)
+        key_float = Cast <to = 1> (key)
+        value_float = Cast <to = 1> (value)
+        scaled = Div(query_float, root)
         padded = Pad(scaled, tile_pads, , two)
         split_shape = Concat <axis = 0> (batch, key_heads, group, tiles, tile, dim)
         split = Reshape(padded, split_shape)
@@ -199,22 +281,20 @@ def causal_attention() -> onnx.FunctionProto:
         length_scalar = Squeeze(length)
         masked = Constant <value_float = {MASKED}> ()
         unmasked = Constant <value_float = 0.0> ()
-        masked_like = CastLike(masked, query)
-        unmasked_like = CastLike(unmasked, query)
         outputs = Scan <num_scan_inputs = 2, body = one_tile (
             int64[] start, float[] query_tile
         ) => (float[] attended) {{
             reach = Add(start, tile_scalar)
             end = Min(reach, length_scalar)
             end_axis = Reshape(end, one)
-            visible_keys = Slice(key, zero, end_axis, two)
-            visible_values = Slice(value, zero, end_axis, two)
+            visible_keys = Slice(key_float, zero, end_axis, two)
+            visible_values = Slice(value_float, zero, end_axis, two)
             key_columns = Transpose <perm = [0, 1, 3, 2]> (visible_keys)
             raw = MatMul(query_tile, key_columns)
             key_places = Range(zero_scalar, end, one_scalar)
             query_places = Add(place_column, start)
             seen = LessOrEqual(key_places, query_places)
-            bias = Where(seen, unmasked_like, masked_like)
+            bias = Where(seen, unmasked, masked)
             grouped_shape = Concat <axis = 0> (batch, key_heads, group, tile, end_axis)
             grouped = Reshape(raw, grouped_shape)
             biased = Add(grouped, bias)
@@ -228,7 +308,8 @@ def causal_attention() -> onnx.FunctionProto:
         by_head = Transpose <perm = [1, 2, 3, 0, 4, 5]> (output_split)
         joined_shape = Concat <axis = 0> (batch, heads, tiled, dim)
         joined = Reshape(by_head, joined_shape)
-        output = Slice(joined, zero, length, two)"""
+        cut = Slice(joined, zero, length, two)
+        output = CastLike(cut, query)"""
     return _function("CausalAttention", "query, key, value", body)
 
 
@@ -236,7 +317,8 @@ def masked_attention() -> onnx.FunctionProto:
     """`operators.masked_attention`, one tile of queries at a time over all keys."""
     bias = """
         bias_axes = Constant <value_ints = [1, 2]> ()
-        bias = Unsqueeze(key_bias, bias_axes)"""
+        key_bias_float = Cast <to = 1> (key_bias)
+        bias = Unsqueeze(key_bias_float, bias_axes)"""
     biased = """
             scores = Add(raw, bias)"""
     return _function("MaskedAttention", "query, key, value, key_bias", bias + _over_all_keys(biased))
@@ -255,23 +337,27 @@ def _over_all_keys(scores: str) -> str:
         dim = Shape <start = 3, end = 4> (query)
         {_tiling("length")}
         two = Constant <value_ints = [2]> ()
-        dim_float = CastLike(dim, query)
+        dim_float = Cast <to = 1> (dim)
         root = Sqrt(dim_float)
-        scaled = Div(query, root)
+        query_float = Cast <to = 1> (query)
+        key_float = Cast <to = 1> (key)
+        value_float = Cast <to = 1> (value)
+        scaled = Div(query_float, root)
         padded = Pad(scaled, tile_pads, , two)
         split_shape = Concat <axis = 0> (batch, heads, tiles, tile, dim)
         split = Reshape(padded, split_shape)
         query_tiles = Transpose <perm = [2, 0, 1, 3, 4]> (split)
-        key_columns = Transpose <perm = [0, 1, 3, 2]> (key)
+        key_columns = Transpose <perm = [0, 1, 3, 2]> (key_float)
         outputs = Scan <num_scan_inputs = 1, body = one_tile (float[] query_tile) => (float[] attended) {{
             raw = MatMul(query_tile, key_columns){scores}
             weights = Softmax <axis = -1> (scores)
-            attended = MatMul(weights, value)
+            attended = MatMul(weights, value_float)
         }}> (query_tiles)
         by_head = Transpose <perm = [1, 2, 0, 3, 4]> (outputs)
         joined_shape = Concat <axis = 0> (batch, heads, tiled, dim)
         joined = Reshape(by_head, joined_shape)
-        output = Slice(joined, zero, length, two)"""
+        cut = Slice(joined, zero, length, two)
+        output = CastLike(cut, query)"""
 
 
 def _function(name: str, inputs: str, body: str, constants: dict[str, np.ndarray] | None = None) -> onnx.FunctionProto:
