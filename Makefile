@@ -33,10 +33,11 @@ bench: .venv/.test
 	$(PIP) --editable '.[export]'
 	touch $@
 
+# The RTX wheels are taken alone: they parse and build without the CUDA packages that they name.
 # clef-finetune carries the published reference; what it asks for besides (torchvision, peft, …) is not needed.
 .venv/.test: .venv/.export
 	$(PIP) --editable '.[export,test]'
-	$(PIP) --no-deps clef-finetune==0.1.0
+	$(PIP) --no-deps clef-finetune==0.1.0 tensorrt-rtx-cu13-libs==1.7.1.116 tensorrt-rtx-cu13-bindings==1.7.1.116
 	touch $@
 
 clean:

@@ -3,7 +3,9 @@
 Makes sparse releases of the 9B and 27B configurations (holes instead of weights), plain and laid out as a hub cache of
 symlinks, and exports each in a process of its own.
 
-    python bench/full_size_export.py [--shapes 9b 27b] [--json FILE]
+    python bench/full_size_export.py [--shapes 9b 27b] [--precisions fp32 bf16 fp8] [--json FILE]
+
+BF16 and FP8 graphs are also parsed by TensorRT for RTX, where it is installed. FP8 takes a synthetic ranges file.
 """
 
 from __future__ import annotations
@@ -49,21 +51,37 @@ def hub_cache(release: Path, cache: Path) -> Path:
     return snapshot
 
 
-def export_once(release: Path, bundle: Path) -> dict[str, Any]:
+def export_once(release: Path, bundle: Path, precision: str) -> dict[str, Any]:
     """Export, measured: seconds and this process's peak of resident memory."""
     os.environ["XDG_CACHE_HOME"] = str(bundle.parent / "cache")  # hashes are computed, not remembered
     start = time.perf_counter()
     from clef_export.pipeline import export
+    from clef_export.precision import Precision
+    from clef_export.ranges import synthetic_ranges
+    from clef_export.release import open_release
 
-    manifest = export(release, bundle, progress=lambda text: print(f"  [{time.perf_counter() - start:6.1f} s] {text}"))
+    ranges = synthetic_ranges(open_release(release).config) if precision == "fp8" else None
+    chosen = Precision(precision, ranges)
+    manifest = export(
+        release,
+        bundle,
+        precision=chosen,
+        progress=lambda text: print(f"  [{time.perf_counter() - start:6.1f} s] {text}"),
+    )
     seconds, peak_kb = time.perf_counter() - start, peak_resident_kb()
-    for graph in manifest.graphs.values():
-        check_with_weights((bundle / graph.file).absolute(), Path(manifest.weights.root))
+    if precision == "fp8":  # its weights lie in two folders, where ONNX's checker looks in one
+        parsed = parse_with_tensorrt(bundle)
+    else:
+        for graph in manifest.graphs.values():
+            check_with_weights((bundle / graph.file).absolute(), Path(manifest.weights.root))
+        parsed = parse_with_tensorrt(bundle) if precision == "bf16" else None
     return {
         "seconds": round(seconds, 1),
         "peak_resident_gb": round(peak_kb / 1e6, 2),
         "parameters": manifest.weights.parameters,
         "weights_gb": round(manifest.weights.stored_bytes / 1e9, 1),
+        "written_gb": round(sum(path.stat().st_size for path in bundle.iterdir()) / 1e9, 2),
+        "tensorrt_layers": parsed,
         "graph_mb": round((bundle / "text.onnx").stat().st_size / 1e6, 2),
     }
 
@@ -72,6 +90,19 @@ def peak_resident_kb() -> int:
     """Of this process; ru_maxrss would start at the parent's."""
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+
+
+def parse_with_tensorrt(bundle: Path) -> dict[str, int] | None:
+    """Layers of each graph as TensorRT for RTX parses it; None where it is not installed."""
+    try:
+        import tensorrt_rtx_bindings as trt
+    except ImportError:
+        return None
+    from clef_trt.bundle import open_bundle
+    from clef_trt.network import parse_graph
+
+    opened = open_bundle(bundle)
+    return {name: parse_graph(opened, name, trt, 16384).network.num_layers for name in opened.manifest.graphs}
 
 
 def check_with_weights(graph: Path, root: Path) -> None:
@@ -83,7 +114,7 @@ def check_with_weights(graph: Path, root: Path) -> None:
     onnx.checker.check_model(model, full_check=True)
 
 
-def measure(shape: str, layout: str) -> dict[str, Any]:
+def measure(shape: str, layout: str, precision: str) -> dict[str, Any]:
     """One shape in one layout."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -92,17 +123,19 @@ def measure(shape: str, layout: str) -> dict[str, Any]:
         if layout == "hub cache":
             release = hub_cache(release, folder / "models--example--clef")
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            result = pool.submit(export_once, release, folder / "bundle").result()
+            result = pool.submit(export_once, release, folder / "bundle", precision).result()
     expected = PUBLISHED_PARAMETERS.get(shape)
     if expected is not None and result["parameters"] != expected:
         raise SystemExit(f"{shape}: {result['parameters']:,} parameters in the graph, {expected:,} published")
-    return {"shape": shape, "layout": layout} | result
+    return {"shape": shape, "layout": layout, "precision": precision} | result
 
 
 def main() -> None:
     """Print a card, a table and, where asked, one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["9b", "27b"], choices=[p.stem for p in SHAPES.glob("*.json")])
+    parser.add_argument("--precisions", nargs="+", default=["fp32"], choices=["fp32", "bf16", "fp8"])
+    parser.add_argument("--layouts", nargs="+", default=["folder", "hub cache"], choices=["folder", "hub cache"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     card = {
@@ -113,11 +146,18 @@ def main() -> None:
         **{name: version(name) for name in ("clef-trt", "torch", "onnx", "onnxscript")},
     }
     print(json.dumps(card, indent=1))
-    rows = [measure(shape, layout) for shape in options.shapes for layout in ("folder", "hub cache")]
-    print(f"{'shape':8}{'layout':12}{'seconds':>9}{'peak GB':>9}{'weights GB':>12}{'graph MB':>10}  parameters")
+    rows = [
+        measure(shape, layout, precision)
+        for shape in options.shapes
+        for precision in options.precisions
+        for layout in options.layouts
+    ]
+    print(
+        f"{'shape':8}{'layout':12}{'precision':>10}{'seconds':>9}{'peak GB':>9}{'weights GB':>12}{'graph MB':>10}  parameters"
+    )
     for row in rows:
         print(
-            f"{row['shape']:8}{row['layout']:12}{row['seconds']:9.1f}{row['peak_resident_gb']:9.2f}"
+            f"{row['shape']:8}{row['layout']:12}{row['precision']:>10}{row['seconds']:9.1f}{row['peak_resident_gb']:9.2f}"
             f"{row['weights_gb']:12.1f}{row['graph_mb']:10.2f}  {row['parameters']:,}"
         )
     if options.json is not None:

@@ -84,6 +84,21 @@ class ModelRecord:
 
 
 @dataclass(frozen=True)
+class PlanRecord:
+    """The plans of one recipe, one per graph. Their sizes and hashes are in the manifest's `files`."""
+
+    recipe: str
+    recipe_sha256: str
+    target: str
+    builder_version: str
+    precision: str
+    compute_capabilities: list[str]  # of the cards they run on, such as "8.9"
+    runtime: dict[str, str]  # recipe.RuntimeSettings, of TensorRT for RTX; else nothing
+    profiles: dict[str, dict[str, dict[str, list[int]]]]  # graph → name, in the plan's order → axis → min, opt, max
+    files: dict[str, str]  # graph → file of the bundle
+
+
+@dataclass(frozen=True)
 class Manifest:
     """manifest.json."""
 
@@ -95,7 +110,7 @@ class Manifest:
     graphs: dict[str, GraphRecord]
     files: dict[str, FileRecord]  # every file of the bundle besides the manifest
     tools: dict[str, str]  # versions the bundle was made with
-    plans: list[dict[str, Any]] = field(default_factory=list)
+    plans: list[PlanRecord] = field(default_factory=list)
 
     def to_json(self) -> str:
         """The manifest as text."""

@@ -11,8 +11,9 @@ import numpy as np
 from .answer import CONFIDENCES, response
 from .batch import PassLimits, collate, plan_passes, split_logits
 from .bundle import Manifest, open_bundle
+from .choose import open_engine
 from .encode import Encoder
-from .engine import Engine, open_engine
+from .engine import Engine
 from .errors import EngineError, Fault, RequestError, SettingError
 from .media import MediaLimits, MediaReader
 from .request import parse_request
@@ -74,10 +75,10 @@ class Clef:
     ) -> Clef:
         """Open a bundle.
 
-        engine: "auto" or "onnxruntime". weights: the new place of a release that moved since its export.
-        threads: of ONNX Runtime, None for one per core. control_tokens: "text" keeps `<|im_end|>` and its like in a
-        caller's text as plain text, "reference" parses them as the published code does. max_image_tokens: larger
-        images are shrunk to it. The vision graph is opened at the first picture.
+        engine: "auto", "onnxruntime", "onnxruntime-cuda", "tensorrt" or "tensorrt_rtx". weights: the new place of a
+        release that moved since its export. threads: of ONNX Runtime, None for one per core. control_tokens: "text"
+        keeps `<|im_end|>` and its like in a caller's text as plain text, "reference" parses them as the published code
+        does. max_image_tokens: larger images are shrunk to it. The vision graph is opened at the first picture.
         Settings: max_length (tokens of a record, the state is cut to fit), max_state_tokens, truncation ("report" in
         the response's usage, or "refuse"), confidence ("max", "jev" or "entropy"), limits, pass_limits.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from importlib import metadata
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +15,7 @@ import onnxruntime
 
 from .bundle import Bundle
 from .contract import CONTRACTS, Tensors
-from .errors import EngineError, SettingError
+from .errors import EngineError, MissingExtraError, SettingError
 
 # What ONNX Runtime on the CPU runs, and the memory of a weight there (int8: embeddings and small weights are wider).
 PARAMETER_BYTES = {"fp32": 4.0, "int8": 2.0}
@@ -36,20 +37,31 @@ class Engine(Protocol):
 
 
 class OnnxRuntimeEngine:
-    """One graph of a bundle on ONNX Runtime's CPU provider."""
+    """One graph of a bundle on ONNX Runtime: its CPU provider, or CUDA."""
 
     def __init__(
-        self, bundle: Bundle, graph: str = "text", threads: int | None = None, model: bytes | None = None
+        self,
+        bundle: Bundle,
+        graph: str = "text",
+        threads: int | None = None,
+        model: bytes | None = None,
+        cuda: bool = False,
     ) -> None:
         """`threads`: worker threads of one pass; None leaves the choice (one per core) to ONNX Runtime.
 
-        `model`: an ONNX model to run in place of the bundle's own, over the same weights.
+        `model`: an ONNX model to run in place of the bundle's own, over the same weights. `cuda`: needs
+        onnxruntime-gpu in the place of onnxruntime; inputs and the output are then bound to the device once per pass.
         """
         if threads is not None and threads < 1:
             raise SettingError(f"threads is {threads}; expected at least 1, or None for one per core")
+        provider = "CUDAExecutionProvider" if cuda else "CPUExecutionProvider"
+        if provider not in onnxruntime.get_available_providers():
+            raise MissingExtraError("engine onnxruntime-cuda", "cuda", "this onnxruntime has no CUDA provider")
         self._contract = CONTRACTS[graph]
         self._sizes = bundle.manifest.model.sizes
-        _require_memory(bundle, graph)
+        self._cuda = cuda
+        if not cuda:
+            _require_memory(bundle, graph)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads or 0
         # Shapes change from pass to pass: remembering each one's memory plan only costs memory.
@@ -60,17 +72,21 @@ class OnnxRuntimeEngine:
         path = bundle.path(bundle.manifest.graphs[graph].file)
         try:
             self._session: onnxruntime.InferenceSession | None = onnxruntime.InferenceSession(
-                model or path.read_bytes(), options, providers=["CPUExecutionProvider"]
+                model or path.read_bytes(), options, providers=[provider]
             )
         except Exception as fault:  # ONNX Runtime raises a class per status, all directly under Exception
             raise EngineError(f"ONNX Runtime cannot open {path}: {fault}") from fault
+        if provider not in self._session.get_providers():
+            raise EngineError(f"ONNX Runtime fell back to {self._session.get_providers()}: CUDA or a GPU is missing")
         self._info = {
-            "engine": "onnxruntime",
+            "engine": "onnxruntime-cuda" if cuda else "onnxruntime",
             "version": onnxruntime.__version__,
-            "provider": "CPUExecutionProvider",
+            "provider": provider,
             "precision": bundle.manifest.precision,
             "threads": threads or os.cpu_count(),
         }
+        if double := _installed_twice():
+            self._info["warning"] = double
 
     def run(self, inputs: Tensors) -> Tensors:
         """See Engine.run."""
@@ -78,11 +94,23 @@ class OnnxRuntimeEngine:
         if session is None:
             raise EngineError("the engine is closed")
         self._contract.check(inputs, self._sizes)
+        output = self._contract.output
         try:
-            (output,) = session.run([self._contract.output], inputs)
+            if self._cuda:
+                return {output: self._bound(session, inputs)}
+            (result,) = session.run([output], inputs)
         except Exception as fault:
             raise EngineError(f"ONNX Runtime failed: {fault}") from fault
-        return {self._contract.output: np.asarray(output)}
+        return {output: np.asarray(result)}
+
+    def _bound(self, session: onnxruntime.InferenceSession, inputs: Tensors) -> np.ndarray:
+        """One pass with its tensors on the device; copied there and back once."""
+        binding = session.io_binding()
+        for name, array in inputs.items():
+            binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array, "cuda", 0))
+        binding.bind_output(self._contract.output, "cuda")
+        session.run_with_iobinding(binding)
+        return np.asarray(binding.copy_outputs_to_cpu()[0])
 
     def info(self) -> dict[str, Any]:
         """See Engine.info."""
@@ -91,6 +119,22 @@ class OnnxRuntimeEngine:
     def close(self) -> None:
         """See Engine.close."""
         self._session = None
+
+
+def _installed_twice() -> str | None:
+    """onnxruntime and onnxruntime-gpu share their import folder: with both, what is imported is a mixture."""
+    names = {name for name in ("onnxruntime", "onnxruntime-gpu") if _is_installed(name)}
+    if len(names) < 2:
+        return None
+    return "onnxruntime and onnxruntime-gpu are both installed; uninstall both, then install one of them"
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _require_memory(bundle: Bundle, graph: str) -> None:
@@ -105,16 +149,3 @@ def _require_memory(bundle: Bundle, graph: str) -> None:
         )
     if needed > 4e9:
         logger.warning("loading about %.0f GB of weights", needed / 1e9)
-
-
-def open_engine(name: str, bundle: Bundle, graph: str = "text", threads: int | None = None) -> Engine:
-    """The engine `name` over a bundle's graph: `onnxruntime`, or `auto` for the best one this machine can run."""
-    known = ("auto", "onnxruntime")
-    if name not in known:
-        raise SettingError(f"engine is {name!r}; expected one of {', '.join(known)}")
-    if bundle.manifest.precision not in PARAMETER_BYTES:
-        raise EngineError(
-            f"{bundle.folder} is {bundle.manifest.precision}; ONNX Runtime on the CPU runs "
-            f"{', '.join(PARAMETER_BYTES)}: build a TensorRT plan of it, or export the release again in one of those"
-        )
-    return OnnxRuntimeEngine(bundle, graph, threads)

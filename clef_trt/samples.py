@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 
@@ -16,6 +17,11 @@ def ticket() -> dict[str, Any]:
 def requests() -> list[dict[str, Any]]:
     """A handful of different requests: what `verify` compares when it is given none."""
     return [ticket(), *(json.loads(line) for line in _text("sample_requests.jsonl").splitlines())]
+
+
+def path() -> Path:
+    """The file of the sample requests without the ticket, one JSON object a line."""
+    return Path(str(files(__package__) / "sample_requests.jsonl"))
 
 
 def _text(name: str) -> str:

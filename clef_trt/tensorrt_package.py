@@ -48,6 +48,8 @@ USED_OF_RTX = (
     *("DynamicShapesKernelSpecializationStrategy.NONE", "IExecutionContext.is_stream_capturable"),
 )
 
+MODULES = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt_rtx_bindings"}  # target → what is imported
+
 
 @dataclass(frozen=True)
 class RtxSettings:

@@ -1,4 +1,4 @@
-"""The published reference, for comparison: its own code over a release, in float32 on the CPU."""
+"""The published reference, for comparison: its own code over a release, on the CPU."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ SHA256 = "0e304cf7c6500e8bb59bef7e2afd2c6373f82596dfb3b57d1aa93c175e2dc3a3"
 class Reference:
     """The published model and encoder over one release."""
 
-    def __init__(self, folder: Path) -> None:
-        """Loads all weights in float32: four bytes a parameter. Raises ReleaseError when the code cannot be had."""
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        """Loads all weights, in float32 four bytes a parameter. Raises ReleaseError when the code cannot be had."""
         try:
             from safetensors.torch import load_file
             from transformers import AutoTokenizer, Qwen3_5ForConditionalGeneration
         except ImportError as fault:
             raise MissingExtraError("the reference", "export", fault) from None
         self.module = reference_module(folder)
-        backbone = Qwen3_5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        backbone = Qwen3_5ForConditionalGeneration.from_pretrained(folder, dtype=dtype)
         backbone.config.use_cache = False
         config = read_json(folder / "joint_head_config.json")
         head = self.module.JointSchemaHead(**config)
         head.load_state_dict(load_file(folder / "joint_head.safetensors"))
-        self.model = self.module.ClefModel(backbone, head.float()).eval()
+        self.model = self.module.ClefModel(backbone, head.to(dtype)).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def encode(self, request: dict[str, Any], max_length: int = 16384) -> Any:
@@ -77,7 +77,7 @@ class Reference:
         """Per record, per question float32 logits in the order of its encoded options; one padded batch."""
         with torch.inference_mode():
             batch = self.module.collate_records(records, self.tokenizer.pad_token_id, torch.device("cpu"))
-            return [[question.numpy() for question in record] for record in self.model(batch)]
+            return [[question.float().numpy() for question in record] for record in self.model(batch)]
 
 
 def reference_module(folder: Path) -> ModuleType:

@@ -11,10 +11,11 @@ import pytest
 from clef_trt import Clef, EngineError, SettingError, samples
 from clef_trt.batch import collate
 from clef_trt.bundle import open_bundle, read_manifest
+from clef_trt.choose import open_engine
 from clef_trt.clef import Clef as ClefClass
 from clef_trt.contract import CONTRACTS, Tensors
 from clef_trt.encode import Encoder
-from clef_trt.engine import Engine, OnnxRuntimeEngine, open_engine
+from clef_trt.engine import Engine, OnnxRuntimeEngine
 from clef_trt.fake import FakeEngine
 from clef_trt.request import parse_request
 
@@ -122,7 +123,7 @@ def test_the_contract_is_what_the_manifest_says(graph: str, bundles: dict[str, P
 
 def test_unknown_engines_and_settings_are_refused(bundles: dict[str, Path]) -> None:
     bundle = open_bundle(bundles["odd"])
-    with pytest.raises(SettingError, match="expected one of auto, onnxruntime"):
+    with pytest.raises(SettingError, match="expected one of auto, onnxruntime, onnxruntime-cuda"):
         open_engine("cuda", bundle)
     with pytest.raises(SettingError, match="threads is 0"):
         OnnxRuntimeEngine(bundle, threads=0)

@@ -19,9 +19,9 @@ from fake_device import PLAN, FakeDevice, FakeTrt
 
 from clef_trt import EngineError, MissingExtraError, SettingError, tensorrt_package
 from clef_trt.bundle import open_bundle, read_manifest
+from clef_trt.choose import open_engine
 from clef_trt.contract import TEXT, VISION, Tensors
 from clef_trt.device import CudaDevice, record
-from clef_trt.engine import open_engine
 from clef_trt.fake import FakeEngine
 from clef_trt.profiles import PADDING, bfloat16_bits, choose, float32_of_bfloat16, read_profiles
 from clef_trt.tensorrt import TensorRTEngine

@@ -71,15 +71,15 @@ def test_media_and_text_share_passes(release: str, clefs: dict[str, Clef]) -> No
 
 
 def test_verify_compares_pictures_too(bundles: dict[str, Path]) -> None:
-    from clef_export.verify import verify
+    from clef_export.verify import verify_with_reference
     from conftest import GOLDEN
 
     bodies = [with_pictures(case["request"]) for case in golden_cases("odd", media=True)[-2:]]
     with Clef.load(bundles["odd"], control_tokens="reference") as clef:
         assert clef.patches(clef.encode(bodies[0]))[0].dtype == np.float32
-        report = verify(clef, GOLDEN / "odd", [*bodies, samples.requests()[-1]])
-    assert report.same_top_option == 1.0
-    assert report.max_logit_difference < 1e-5
+        report = verify_with_reference(clef, GOLDEN / "odd", [*bodies, samples.requests()[-1]])
+    assert report.total.same_top_option == 1.0
+    assert report.total.max_logit_difference < 1e-5
 
 
 def test_positions_by_hand() -> None:
