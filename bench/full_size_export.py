@@ -153,7 +153,8 @@ def main() -> None:
         for layout in options.layouts
     ]
     print(
-        f"{'shape':8}{'layout':12}{'precision':>10}{'seconds':>9}{'peak GB':>9}{'weights GB':>12}{'graph MB':>10}  parameters"
+        f"{'shape':8}{'layout':12}{'precision':>10}{'seconds':>9}{'peak GB':>9}"
+        f"{'weights GB':>12}{'graph MB':>10}  parameters"
     )
     for row in rows:
         print(

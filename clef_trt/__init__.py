@@ -1,5 +1,6 @@
 """clef_trt: compiled Clef decisions. See `Clef`."""
 
+from .batch import PassLimits
 from .clef import Clef
 from .errors import (
     BundleError,
@@ -14,6 +15,7 @@ from .errors import (
     TooLongError,
     VerificationError,
 )
+from .media import MediaLimits
 from .types import Encoding, Limits
 
 __version__ = "0.1.0"
@@ -26,7 +28,9 @@ __all__ = [
     "ExportError",
     "Fault",
     "Limits",
+    "MediaLimits",
     "MissingExtraError",
+    "PassLimits",
     "ReleaseError",
     "RequestError",
     "SettingError",

@@ -8,10 +8,12 @@ import json
 import struct
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .contract import CONTRACTS, SIZES
 from .errors import BundleError
 from .hashes import sha256_of_files
 
@@ -19,6 +21,7 @@ FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 # Files up to this size are hashed in full at every opening; larger ones by `verify --files`.
 HASHED_AT_OPENING_BYTES = 64 * 2**20
+CONTROL_TOKENS = ("image", "video", "vision_start", "vision_end")
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
@@ -162,7 +165,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise BundleError(
             f"{folder} {what}: no {MANIFEST_FILE}; make one with: clef-trt export RELEASE BUNDLE"
         ) from None
-    except (ValueError, OSError) as fault:
+    except (ValueError, OSError, RecursionError) as fault:
         raise BundleError(f"{path} cannot be read as JSON: {fault}") from None
     version = value.get("format_version") if isinstance(value, dict) else None
     if version != FORMAT_VERSION:
@@ -174,7 +177,24 @@ def read_manifest(folder: Path) -> Manifest:
     for name in (*manifest.files, *manifest.weights.files):
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise BundleError(f"{path} names {name!r}: only paths inside the bundle or its weights are allowed")
+    _check_entries(manifest, path)
     return manifest
+
+
+def _check_entries(manifest: Manifest, path: Path) -> None:
+    """What the runtime looks up is there, and every file it opens is one whose hash is recorded."""
+    expected: dict[str, tuple[Iterable[str], Iterable[str]]] = {
+        "graphs": (manifest.graphs, CONTRACTS),
+        "model.sizes": (manifest.model.sizes, SIZES),
+        "model.control_tokens": (manifest.model.control_tokens, CONTROL_TOKENS),
+    }
+    for name, (found, wanted) in expected.items():
+        if set(found) != set(wanted):
+            raise BundleError(f"{path}: {name} has {sorted(found)}; expected {sorted(wanted)}")
+    opened = {"tokenizer.json", "processor_config.json", *(graph.file for graph in manifest.graphs.values())}
+    opened |= {file for plan in manifest.plans for file in plan.files.values()}
+    if missing := sorted(opened - manifest.files.keys()):
+        raise BundleError(f"{path}: {missing} are used, but not among its files")
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from .bundle import Manifest, open_bundle
 from .choose import open_engine
 from .encode import Encoder
 from .engine import Engine
-from .errors import EngineError, Fault, RequestError, SettingError
+from .errors import EngineError, Fault, RequestError, SettingError, TooLongError
 from .media import MediaLimits, MediaReader
 from .request import parse_request
 from .types import Encoding, Limits, Request
@@ -44,14 +44,9 @@ class Clef:
         pass_limits: PassLimits = PassLimits(),
     ) -> None:
         """Without `vision` requests with pictures are refused. Raises SettingError; settings are those of `load`."""
-        if not 1 <= max_length <= manifest.model.max_tokens:
-            raise SettingError(f"max_length is {max_length}; this model takes 1 to {manifest.model.max_tokens} tokens")
-        if max_state_tokens is not None and max_state_tokens < 0:
-            raise SettingError(f"max_state_tokens is {max_state_tokens}; expected at least 0, or None for no bound")
-        if truncation not in TRUNCATIONS:
-            raise SettingError(f"truncation is {truncation!r}; expected one of {', '.join(TRUNCATIONS)}")
-        if confidence not in CONFIDENCES:
-            raise SettingError(f"confidence is {confidence!r}; expected one of {', '.join(CONFIDENCES)}")
+        _check_settings(
+            manifest.model.max_tokens, max_length, max_state_tokens, truncation, confidence, limits, pass_limits
+        )
         self.manifest = manifest
         self.engine = engine
         self._encoder, self._vision = encoder, vision
@@ -69,27 +64,46 @@ class Clef:
         weights: str | Path | None = None,
         threads: int | None = None,
         control_tokens: str = "text",
+        max_length: int = 16384,
+        max_state_tokens: int | None = None,
+        truncation: str = "report",
+        confidence: str = "max",
         max_image_tokens: int | None = None,
+        limits: Limits = Limits(),
         media_limits: MediaLimits = MediaLimits(),
-        **settings: Any,
+        pass_limits: PassLimits = PassLimits(),
     ) -> Clef:
         """Open a bundle.
 
         engine: "auto", "onnxruntime", "onnxruntime-cuda", "tensorrt" or "tensorrt_rtx". weights: the new place of a
         release that moved since its export. threads: of ONNX Runtime, None for one per core. control_tokens: "text"
         keeps `<|im_end|>` and its like in a caller's text as plain text, "reference" parses them as the published code
-        does. max_image_tokens: larger images are shrunk to it. The vision graph is opened at the first picture.
-        Settings: max_length (tokens of a record, the state is cut to fit), max_state_tokens, truncation ("report" in
-        the response's usage, or "refuse"), confidence ("max", "jev" or "entropy"), limits, pass_limits.
+        does. max_length: tokens of a record, the state is cut to fit. truncation: "report" in the response's usage, or
+        "refuse". confidence: "max", "jev" or "entropy". max_image_tokens: larger images are shrunk to it. The vision
+        graph is opened at the first picture.
 
-        Raises BundleError, EngineError or SettingError.
+        Raises BundleError, EngineError, MissingExtraError or SettingError.
         """
         opened = open_bundle(bundle, weights)
         model = opened.manifest.model
+        _check_settings(model.max_tokens, max_length, max_state_tokens, truncation, confidence, limits, pass_limits)
+        if not isinstance(media_limits, MediaLimits):
+            raise SettingError(f"media_limits is {media_limits!r}; expected MediaLimits(…)")
         encoder = Encoder(opened.path("tokenizer.json"), control_tokens, model.control_tokens)
         reader = MediaReader(opened.json("processor_config.json"), media_limits, max_image_tokens)
         vision = Vision(reader, model, lambda: open_engine(engine, opened, "vision", threads))
-        return cls(opened.manifest, encoder, open_engine(engine, opened, "text", threads), vision, **settings)
+        return cls(
+            opened.manifest,
+            encoder,
+            open_engine(engine, opened, "text", threads),
+            vision,
+            max_length=max_length,
+            max_state_tokens=max_state_tokens,
+            truncation=truncation,
+            confidence=confidence,
+            limits=limits,
+            pass_limits=pass_limits,
+        )
 
     def decide(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answers to one request body, as a response body {"model", "answers", "usage"}.
@@ -99,7 +113,10 @@ class Clef:
         return self.decide_batch([request])[0]
 
     def decide_batch(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The answers to several requests, in their order; raises before anything is run if one of them is wrong."""
+        """The answers to several requests, in their order.
+
+        Raises before anything is run if one of them is wrong; only pixels are decoded later, when their pass comes.
+        """
         parsed = self._parse(requests)
         encodings = self._encode(parsed)
         logits = self._run(encodings)
@@ -158,8 +175,10 @@ class Clef:
         result: list[list[np.ndarray]] = [[]] * len(encodings)
         for indices in plan_passes([e.tokens for e in encodings], self.manifest.model, self._pass_limits):
             together = [encodings[i] for i in indices]
-            media = [rows for encoding in together for rows in self._media_rows(encoding)]
-            inputs = collate(together, media, self.manifest.model.sizes["hidden"])
+            media = _each(together, self._media_rows, indices)
+            inputs = collate(
+                together, [rows for record in media for rows in record], self.manifest.model.sizes["hidden"]
+            )
             logits = self.engine.run(inputs)["logits"]
             for i, values in zip(indices, split_logits(logits, together), strict=True):
                 if not all(np.isfinite(question).all() for question in values):
@@ -171,16 +190,48 @@ class Clef:
         return [] if self._vision is None else [self._vision.rows(item) for item in encoding.media]
 
 
-def _each(items: Sequence[Any], step: Any) -> list[Any]:
-    """`step` of every item; the faults of all are raised together, with the item's index where there are several."""
-    results, faults = [], []
-    for index, item in enumerate(items):
+def _each(items: Sequence[Any], step: Callable[[Any], Any], indices: Sequence[int] | None = None) -> list[Any]:
+    """`step` of every item; the faults of all are raised together, with the item's index where there are several.
+
+    Where every fault is that of a request too long, so is what is raised, with the numbers of the longest.
+    """
+    if not isinstance(items, list | tuple):
+        raise RequestError([Fault((), f"is a {type(items).__name__}; expected a list of requests", "type")])
+    results, errors, faults = [], [], []
+    for index, item in zip(indices or range(len(items)), items, strict=True):
         try:
             results.append(step(item))
         except RequestError as error:
-            if len(items) == 1:
+            if len(items) == 1 and indices is None:
                 raise
+            errors.append(error)
             faults += [Fault((index, *fault.loc), fault.message, fault.kind) for fault in error.faults]
+    too_long = [error for error in errors if isinstance(error, TooLongError)]
+    if errors and len(too_long) == len(errors):
+        longest = max(too_long, key=lambda error: error.needed_tokens)
+        raise TooLongError(faults, longest.needed_tokens, longest.limit_tokens)
     if faults:
         raise RequestError(faults)
     return results
+
+
+def _check_settings(
+    max_tokens: int,
+    max_length: Any,
+    max_state_tokens: Any,
+    truncation: Any,
+    confidence: Any,
+    limits: Any,
+    pass_limits: Any,
+) -> None:
+    if type(max_length) is not int or not 1 <= max_length <= max_tokens:
+        raise SettingError(f"max_length is {max_length!r}; this model takes 1 to {max_tokens} tokens")
+    if max_state_tokens is not None and (type(max_state_tokens) is not int or max_state_tokens < 0):
+        raise SettingError(f"max_state_tokens is {max_state_tokens!r}; expected at least 0, or None for no bound")
+    if truncation not in TRUNCATIONS:
+        raise SettingError(f"truncation is {truncation!r}; expected one of {', '.join(TRUNCATIONS)}")
+    if confidence not in CONFIDENCES:
+        raise SettingError(f"confidence is {confidence!r}; expected one of {', '.join(CONFIDENCES)}")
+    for name, value, kind in (("limits", limits, Limits), ("pass_limits", pass_limits, PassLimits)):
+        if not isinstance(value, kind):
+            raise SettingError(f"{name} is {value!r}; expected {kind.__name__}(…)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import io
 import json
 import logging
 import sys
@@ -22,6 +23,8 @@ from .table import table
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 where verification fails, 2 for any other error."""
     options = parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # bars and names, whatever the terminal's encoding
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
         options.command(options)
@@ -68,7 +71,10 @@ def _decide(options: argparse.Namespace) -> None:
     names = ("max_length", "max_image_tokens", "truncation", "confidence", "control_tokens")
     settings = {name: getattr(options, name) for name in names}
     if options.image and isinstance(request, dict):
-        request["images"] = [*(request.get("images") or []), *map(_picture, options.image)]
+        given = request.get("images")
+        if not isinstance(given, list | None):
+            raise RequestError([Fault(("images",), "is no array, so --image cannot add to it", "type")])
+        request["images"] = [*(given or []), *map(_picture, options.image)]
     with make.load(options, **settings) as clef:
         response = clef.decide(request)
     print(table(response) if options.table else json.dumps(response, ensure_ascii=False, indent=1))

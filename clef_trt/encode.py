@@ -78,24 +78,29 @@ class Encoder:
         everything but the state exceeds `max_length`, or when the state would be cut and `refuse_truncation` is set;
         RequestError for a value that is not JSON or text that is not Unicode.
         """
-        schema, questions = self._schema(request.questions)
+        faults: list[Fault] = []
+        schema, questions = self._schema(request.questions, faults)
         opening, grids = self._opening(request.media)
-        state = self._ids(request.state, ("state",), keep=False)
+        state = self._ids(request.state, ("state",), faults, keep=False)
+        if faults:
+            raise RequestError(faults)
         fixed = len(opening) + len(schema) + len(self._suffix)
         if fixed > max_length:
             what = "the schema needs"
             if request.media:
                 what = f"the schema and media (of {sum(item.tokens for item in request.media)} tokens) need"
-            raise TooLongError(
+            raise _too_long(
                 f"{what} {fixed} tokens before any state; the limit is {max_length} tokens", fixed, max_length
             )
         room = max_length - fixed if max_state_tokens is None else min(max_length - fixed, max_state_tokens)
         cut = max(len(state) - room, 0)
         if cut and refuse_truncation:
-            raise TooLongError(
-                f"the state has {len(state)} tokens and room for {room}: the request needs "
-                f"{fixed + len(state)} tokens, the limit is {fixed + room} tokens",
-                fixed + len(state),
+            bound, limit = ("max_state_tokens", room) if room < max_length - fixed else ("the limit", max_length)
+            needed = fixed + len(state)
+            raise _too_long(
+                f"the state has {len(state)} tokens and room for {room}: the request needs {needed} tokens, {bound} is "
+                f"{limit} tokens",
+                needed,
                 fixed + room,
             )
         offset = len(opening) + len(state) - cut
@@ -119,16 +124,17 @@ class Encoder:
             ids += [end] if item.kind == "video" else []
         return ids + (self._text_ids(MEDIA_END) if media else []), grids
 
-    def _schema(self, questions: tuple[Question, ...]) -> tuple[list[int], list[EncodedQuestion]]:
+    def _schema(self, questions: tuple[Question, ...], faults: list[Fault]) -> tuple[list[int], list[EncodedQuestion]]:
         """The ids of all fields, and their questions with spans counted from the first of those ids."""
         text, ids = self._text_ids, list(self._text_ids(SCHEMA_OPENING))
         encoded = []
         for number, question in enumerate(questions, 1):
             loc = ("questions", question.id)
-            ids += text(f"\nFIELD {number}\nID: {question.id}\nTYPE: {question.type}\nINSTRUCTION: ", loc)
+            heading = f"\nFIELD {number}\nID: {question.id}\nTYPE: {question.type}\nINSTRUCTION: "
+            ids += self._ids(heading, loc, faults)
             start = len(ids)
             instructions = question.id if question.instructions in (None, "") else question.instructions
-            ids += self._ids(instructions, (*loc, "instructions"))
+            ids += self._ids(instructions, (*loc, "instructions"), faults)
             span = (start, len(ids))
             ids += text(OPTIONS_OPENING)
             option_spans = []
@@ -138,7 +144,7 @@ class Encoder:
                 meaning = (
                     {"option_id": option} if description is None else {"option_id": option, "description": description}
                 )
-                ids += self._ids(meaning, (*loc, "criteria", option))
+                ids += self._ids(meaning, (*loc, "criteria", option), faults)
                 option_spans.append((start, len(ids)))
                 ids += text(OPTION_END)
             ids += text(FIELD_END)
@@ -146,20 +152,24 @@ class Encoder:
             encoded.append(EncodedQuestion(question.id, question.type, span, tuple(option_spans), names))
         return ids, encoded
 
-    def _ids(self, value: Any, loc: tuple[str | int, ...], keep: bool = True) -> list[int]:
+    def _ids(self, value: Any, loc: tuple[str | int, ...], faults: list[Fault], keep: bool = True) -> list[int]:
+        """The ids of a caller's value; what is wrong with it is added to `faults`."""
         try:
-            return self._text_ids(render(value), loc, keep)
-        except (TypeError, ValueError, RecursionError) as fault:
-            reason = "nested too deeply" if isinstance(fault, RecursionError) else str(fault)
-            raise RequestError([Fault(loc, f"is no JSON value: {reason}", "json")]) from None
+            return self._text_ids(render(value), keep)
+        except UnicodeEncodeError:
+            faults.append(Fault(loc, "has an unpaired surrogate: it is no Unicode text", "unicode"))
+        except RecursionError:
+            faults.append(Fault(loc, "is nested too deeply", "json"))
+        except (TypeError, ValueError) as fault:
+            faults.append(Fault(loc, f"is no JSON value ({fault}); expected text, numbers, objects, arrays", "json"))
+        return []
 
-    def _text_ids(self, text: str, loc: tuple[str | int, ...] = (), keep: bool = True) -> list[int]:
-        try:
-            return self._kept_ids(text) if keep and len(text) <= KEPT_SEGMENT_CHARACTERS else self._new_ids(text)
-        except UnicodeEncodeError as fault:
-            raise RequestError(
-                [Fault(loc, f"has an unpaired surrogate at character {fault.start}: it is no Unicode text", "unicode")]
-            ) from None
+    def _text_ids(self, text: str, keep: bool = True) -> list[int]:
+        return self._kept_ids(text) if keep and len(text) <= KEPT_SEGMENT_CHARACTERS else self._new_ids(text)
+
+
+def _too_long(message: str, needed_tokens: int, limit_tokens: int) -> TooLongError:
+    return TooLongError([Fault((), message, "too_long")], needed_tokens, limit_tokens)
 
 
 def _encode_with(tokenizer: Tokenizer) -> Callable[[str], list[int]]:

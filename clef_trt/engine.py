@@ -52,8 +52,8 @@ class OnnxRuntimeEngine:
         `model`: an ONNX model to run in place of the bundle's own, over the same weights. `cuda`: needs
         onnxruntime-gpu in the place of onnxruntime; inputs and the output are then bound to the device once per pass.
         """
-        if threads is not None and threads < 1:
-            raise SettingError(f"threads is {threads}; expected at least 1, or None for one per core")
+        if threads is not None and (type(threads) is not int or threads < 1):
+            raise SettingError(f"threads is {threads!r}; expected at least 1, or None for one per core")
         provider = "CUDAExecutionProvider" if cuda else "CPUExecutionProvider"
         if provider not in onnxruntime.get_available_providers():
             raise MissingExtraError("engine onnxruntime-cuda", "cuda", "this onnxruntime has no CUDA provider")

@@ -29,6 +29,9 @@ class ClefError(Exception):
     """Base of every error this package raises on purpose."""
 
 
+SHOWN_FAULTS = 20  # in the text of a RequestError; `faults` holds all
+
+
 @dataclass(frozen=True)
 class Fault:
     """One thing that is wrong with a request: where, what kind, and what came against what was expected."""
@@ -47,15 +50,18 @@ class RequestError(ClefError):
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         self.faults = tuple(faults)
-        super().__init__("\n".join(map(str, self.faults)))
+        lines = [str(fault) for fault in self.faults[:SHOWN_FAULTS]]
+        if len(self.faults) > SHOWN_FAULTS:
+            lines.append(f"… and {len(self.faults) - SHOWN_FAULTS} more")
+        super().__init__("\n".join(lines))
 
 
 class TooLongError(RequestError):
     """Schema and media alone exceed the token limit, or the state would be cut where that is refused."""
 
-    def __init__(self, message: str, needed_tokens: int, limit_tokens: int) -> None:
+    def __init__(self, faults: Sequence[Fault], needed_tokens: int, limit_tokens: int) -> None:
         self.needed_tokens, self.limit_tokens = needed_tokens, limit_tokens
-        super().__init__([Fault((), message, "too_long")])
+        super().__init__(faults)
 
 
 class BundleError(ClefError):

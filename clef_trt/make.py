@@ -16,7 +16,7 @@ from . import samples
 from .bundle import open_bundle, verify_files
 from .clef import Clef
 from .encode import Encoder
-from .errors import Fault, MissingExtraError, RequestError, VerificationError
+from .errors import Fault, MissingExtraError, RequestError, SettingError, printable
 from .media import MediaReader
 from .recipe import builtin_recipes, read_recipe
 from .table import table
@@ -113,7 +113,7 @@ def _build(options: Options) -> None:
 
 def _verify(options: Options) -> None:
     if options.reference is None and options.against is None and not options.files:
-        raise VerificationError("nothing to verify: name --reference RELEASE, --against BUNDLE, --files, or several")
+        raise SettingError("nothing to verify: name --reference RELEASE, --against BUNDLE, --files, or several")
     if options.files:
         verify_files(open_bundle(options.bundle, options.weights), progress())
         print("every file has its recorded SHA-256")
@@ -185,6 +185,8 @@ def _export_module(name: str) -> Any:
     try:
         return importlib.import_module(f"clef_export.{name}")
     except ImportError as fault:
+        if (fault.name or "").startswith(("clef_trt", "clef_export")):
+            raise  # a fault of ours, not a missing package
         raise MissingExtraError("this command", "export", fault) from None
 
 
@@ -205,9 +207,18 @@ def read_bytes(path: Path) -> bytes:
 def read_json(content: bytes, where: str = "the request") -> Any:
     """JSON of a caller; raises RequestError where it is none."""
     try:
-        return json.loads(content.decode("utf-8"))
+        return json.loads(content.decode("utf-8"), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as fault:
         raise RequestError([Fault((), f"{where} is not JSON in UTF-8: {fault}", "json")]) from None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {printable(twice)!r} is there twice in one object")
+    return value
 
 
 def _json_lines(path: Path) -> list[Any]:

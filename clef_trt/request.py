@@ -34,8 +34,8 @@ def parse_request(body: Any, media: MediaReader | None = None, limits: Limits = 
     for key in ("model", "state", "questions"):
         if key not in body:
             faults.append(Fault((key,), "is missing", "missing"))
-    if "model" in body and (not isinstance(body["model"], str) or not body["model"]):
-        faults.append(_wrong(("model",), body["model"], "a non-empty string"))
+    if "model" in body and not _is_text(body["model"]):
+        faults.append(_wrong(("model",), body["model"], "a non-empty string of Unicode text"))
     questions = _questions(body.get("questions", {}), limits, faults) if "questions" in body else ()
     items = _media(body, media, faults)
     if faults:
@@ -68,7 +68,7 @@ def _questions(value: Any, limits: Limits, faults: list[Fault]) -> tuple[Questio
     questions = []
     for key, body in value.items():
         if not isinstance(key, str):
-            faults.append(_wrong((*loc, str(key)), key, "a string as the question's id"))
+            faults.append(_wrong(loc, key, "strings as the questions' ids"))
             continue
         question = _question(key, body, limits, faults)
         if question is not None:
@@ -88,7 +88,7 @@ def _question(key: str, body: Any, limits: Limits, faults: list[Fault]) -> Quest
     if key == "" and instructions in (None, ""):
         faults.append(Fault(loc, "has neither an id nor instructions: there is no question to decide", "empty"))
     kind = body.get("type")
-    if kind not in QUESTION_TYPES:
+    if not isinstance(kind, str) or kind not in QUESTION_TYPES:
         what = "is missing" if "type" not in body else f"is {_shown(kind)}"
         faults.append(Fault((*loc, "type"), f"{what}; expected one of {', '.join(QUESTION_TYPES)}", "type"))
         return None
@@ -117,7 +117,7 @@ def _choice_options(criteria: Any, loc: Loc, limits: Limits, faults: list[Fault]
         return ()
     for option in criteria:
         if not isinstance(option, str):
-            faults.append(_wrong((*loc, str(option)), option, "a string as the option's name"))
+            faults.append(_wrong(loc, option, "strings as the options' names"))
             return ()
     return tuple(sorted(criteria.items(), key=lambda item: item[0]))
 
@@ -132,12 +132,23 @@ def _score_options(criteria: Any, loc: Loc, limits: Limits, faults: list[Fault])
     return tuple((str(index), level) for index, level in enumerate(criteria))
 
 
+def _is_text(value: Any) -> bool:
+    if not isinstance(value, str) or not value:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _wrong(loc: Loc, value: Any, expected: str) -> Fault:
     return Fault(loc, f"is {_shown(value)}; expected {expected}", "type")
 
 
 def _unknown(loc: Loc, key: Any, known: tuple[str, ...]) -> Fault:
-    return Fault((*loc, str(key)), f"is not known here; expected {', '.join(known)}", "unknown_key")
+    place = key if isinstance(key, str) else _shown(key)
+    return Fault((*loc, place), f"is not known here; expected {', '.join(known)}", "unknown_key")
 
 
 def _shown(value: Any) -> str:

@@ -91,7 +91,10 @@ class Plan:
         self._cache: Any = None
         self.cache_state = "none"  # none, new, loaded or rejected
         self._errors.clear()
-        self._runtime = trt.Runtime(log)
+        try:
+            self._runtime = trt.Runtime(log)
+        except (TypeError, RuntimeError) as fault:  # the bindings' word for a library that returned nothing
+            raise self.error(f"{trt.__name__} {trt.__version__} cannot make a runtime: {fault}") from fault
         self.engine = self._runtime.deserialize_cuda_engine(plan)
         if self.engine is None:
             raise self.error(f"{trt.__name__} {trt.__version__} cannot open the plan")

@@ -26,6 +26,7 @@ class Vision:
         self._open_engine = open_engine
         self._engine: Engine | None = None
         self._lock = threading.Lock()
+        self._closed = False
 
     def rows(self, item: MediaItem) -> np.ndarray:
         """[tokens of the item, hidden] float32, in the order of its placeholders.
@@ -50,12 +51,14 @@ class Vision:
     def close(self) -> None:
         """Release the engine, if it was opened."""
         with self._lock:
+            self._closed = True
             if self._engine is not None:
                 self._engine.close()
-                self._engine = None
 
     def _opened(self) -> Engine:
         with self._lock:
             if self._engine is None:
+                if self._closed:
+                    raise EngineError("the engine is closed")
                 self._engine = self._open_engine()
             return self._engine

@@ -115,7 +115,7 @@ def export(
             graphs[name] = _write_graph(model, plan.contract, folder / f"{name}.onnx", shapes[name])
         for file in COPIED_FILES:
             shutil.copyfile(release.folder / file, folder / file)
-        recorded = (".lock", *own_weights) if copy_weights else (".lock",)
+        recorded = own_weights if copy_weights else []
         own = sorted(path.name for path in folder.iterdir() if path.name not in recorded)
         stored_bytes = sum(tensor.length_bytes for tensor in used)
         stored_bytes += sum((folder / name).stat().st_size for name in own_weights if name != WEIGHTS_FILE)
@@ -226,8 +226,8 @@ def _write_graph(model: ir.Model, contract: Contract, path: Path, shapes: Shapes
 def check_graph(proto: onnx.ModelProto) -> None:
     """ONNX's checker and strict shape inference over the graph; raises ExportError with what they found.
 
-    Weights are declared as inputs for the check: their bytes are checked already (`stored_tensors`), and the checker
-    would look for them under the working directory and refuse files that have hard links.
+    Weights are declared as inputs for the check: their bytes are checked already (`release.stored_tensors`), and the
+    checker would look for them under the working directory and refuse files that have hard links.
     """
     declared = onnx.ModelProto()
     declared.CopyFrom(proto)

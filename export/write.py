@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
 import tempfile
@@ -22,25 +23,40 @@ def new_bundle(target: Path, force: bool = False) -> Iterator[Path]:
     Raises ExportError when `target` exists (with `force` it is replaced, after the new one is complete). What an
     earlier export left when it was killed is cleared away first.
     """
-    _refuse_existing(target, force)
     target = target.absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _clear_leftovers(target)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
     try:
-        # Held while this process lives; a leftover folder is one whose lock can be taken.
-        with _locked(folder) as locked:
-            assert locked, "a fresh folder is nobody else's"
-            yield folder
-            (folder / ".lock").unlink()
-            if not (folder / MANIFEST_FILE).is_file():
-                raise ExportError("write: the bundle has no manifest")
-            folder.chmod(0o755)
-            _sync(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _only_export(target):
+            _clear_leftovers(target)
             _refuse_existing(target, force)
-            _replace(folder, target)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+            folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+            try:
+                yield folder
+                if not (folder / MANIFEST_FILE).is_file():
+                    raise ExportError("write: the bundle has no manifest")
+                folder.chmod(0o755)
+                _sync(folder)
+                _refuse_existing(target, force)
+                _replace(folder, target)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+    except OSError as fault:
+        raise ExportError(f"write: {target} cannot be written: {fault}") from fault
+
+
+@contextlib.contextmanager
+def _only_export(target: Path) -> Iterator[None]:
+    """Held from before anything is written until the bundle has its name; raises ExportError where another holds it.
+
+    The lock lies outside the target's folder, by the path's hash, so that it can stay: removing one would race.
+    """
+    digest = hashlib.sha256(str(target).encode()).hexdigest()[:16]
+    with (Path(tempfile.gettempdir()) / f"clef_trt-{os.getuid()}-{digest}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ExportError(f"another export to {target} is running") from None
+        yield
 
 
 def _refuse_existing(target: Path, force: bool) -> None:
@@ -70,22 +86,14 @@ def _replace(folder: Path, target: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-            return
-        yield True
-
-
 def _clear_leftovers(target: Path) -> None:
+    """What killed exports left: half-made folders go, a bundle that had stepped aside comes back."""
     for folder in target.parent.glob(f".{target.name}.partial-*"):
-        with contextlib.suppress(FileNotFoundError), _locked(folder) as dead:
-            if dead:
-                shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+    for folder in target.parent.glob(f".{target.name}.replaced-*"):
+        if not target.exists() and (folder / MANIFEST_FILE).is_file():
+            os.rename(folder, target)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sync(folder: Path) -> None:

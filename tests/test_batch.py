@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clef_trt import Clef, RequestError, samples
+from clef_trt import Clef, RequestError, TooLongError, samples
 from clef_trt.batch import PassLimits, attention_bytes, plan_passes
 from clef_trt.bundle import ModelRecord, read_manifest
 from clef_trt.encode import Encoder
@@ -55,6 +56,21 @@ def test_order_is_kept_and_passes_stay_under_the_token_bound(bundles: dict[str, 
     assert all(batch == 1 or batch * sequence <= 3000 for batch, sequence in engine.passes)
     for request, answer in zip(requests, answers, strict=True):
         assert answer == batched.decide(request)
+
+
+def test_what_is_too_long_stays_so_in_a_batch(bundles: dict[str, Path]) -> None:
+    encoder = Encoder(bundles["odd"] / "tokenizer.json")
+    short = Clef(read_manifest(bundles["odd"]), encoder, FakeEngine(96), max_length=1000, truncation="refuse")
+    with pytest.raises(TooLongError) as error:
+        short.decide_batch([TEXTS[-1], TEXTS[0]])
+    assert error.value.limit_tokens == 1000 < error.value.needed_tokens
+    assert [fault.loc for fault in error.value.faults] == [(1,)]
+
+
+@pytest.mark.parametrize("requests", [None, {}, TEXTS[0], "text", iter(TEXTS)])
+def test_a_batch_is_a_list(requests: Any, bundles: dict[str, Path]) -> None:
+    with pytest.raises(RequestError, match="expected a list of requests"):
+        clef(bundles, FakeEngine(96), PassLimits()).decide_batch(requests)
 
 
 def test_an_empty_batch_is_empty(bundles: dict[str, Path]) -> None:

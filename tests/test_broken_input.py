@@ -97,6 +97,22 @@ def test_a_broken_release_leaves_nothing(name: str, sharded: Path, tmp_path: Pat
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_a_bundle_that_had_stepped_aside_comes_back(bundle: Path) -> None:
+    """SIGKILL between the two renames of a replacement."""
+    aside = bundle.parent / f".{bundle.name}.replaced-x"
+    bundle.rename(aside)
+    with pytest.raises(ExportError, match="exists already"):
+        export(GOLDEN / "odd", bundle)
+    Clef.load(bundle).close()
+    assert not aside.exists()
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ExportError, match="cannot be written"):
+        export(GOLDEN / "odd", tmp_path / "file" / "bundle")
+
+
 def test_a_name_that_is_no_folder_and_no_hub_name(tmp_path: Path) -> None:
     with pytest.raises(ReleaseError, match="no folder, and no hub name"):
         export(tmp_path / "nothing", tmp_path / "bundle")
@@ -137,6 +153,15 @@ BROKEN_BUNDLES = {
     "from the future": (manifest(format_version=2), "format version 2; this clef_trt reads 1"),
     "an unknown entry": (manifest(vision="yes"), r"unknown or missing \['vision'\]"),
     "an entry of another type": (manifest(precision=32), "precision is 32; expected str"),
+    "no text graph": (
+        lambda b: edit_json(b / "manifest.json", lambda m: m["graphs"].pop("text")),
+        r"graphs has \['vision'\]; expected",
+    ),
+    "a graph that is not recorded": (
+        lambda b: edit_json(b / "manifest.json", lambda m: m["graphs"]["text"].update(file="/etc/passwd")),
+        "used, but not among its files",
+    ),
+    "nested without end": (lambda b: (b / "manifest.json").write_text("[" * 200_000), "cannot be read as JSON"),
     "a file outside": (
         lambda b: edit_json(b / "manifest.json", lambda m: m["files"].update({"../x": m["files"]["text.onnx"]})),
         "only paths inside the bundle",
@@ -230,8 +255,8 @@ def test_an_export_killed_half_way_is_no_bundle_and_the_next_one_clears_it_away(
         assert partial.parent == tmp_path
         from clef_export.write import new_bundle
 
-        with pytest.raises(RuntimeError, match="stop"), new_bundle(target):
-            raise RuntimeError("stop")
+        with pytest.raises(ExportError, match=r"another export .* is running"), new_bundle(target):
+            pass
         assert partial.exists()  # it is alive: another export leaves its folder alone
         process.send_signal(signal.SIGKILL)
     assert not target.exists()

@@ -61,7 +61,7 @@ def test_errors_say_what_would_work(bundle: Bundle) -> None:
     planned = with_plans(bundle, "bf16", PLAN)
     with pytest.raises(EngineError, match=r"Card has compute capability 9\.0; the plans are for 12\.0, 8\.9"):
         open_engine("auto", planned, open_device=lambda: Card(9, 0))
-    with pytest.raises(EngineError, match="no plan of .* runs here: no GPU"):
+    with pytest.raises(EngineError, match=r"no plan of .* runs here: no GPU"):
         open_engine("auto", planned, open_device=no_card)
     with pytest.raises(EngineError, match=r"no plan for tensorrt: .*built are rtx-bf16 \(8\.9, 12\.0\)"):
         open_engine("tensorrt", planned, open_device=no_card)

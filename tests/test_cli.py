@@ -44,6 +44,7 @@ def test_decide_from_a_file_and_from_standard_input(
         (b"{", "not JSON"),
         (b"\xff\xfe{}", "not JSON in UTF-8"),
         (b"[]", "expected an object"),
+        (b'{"model": "m", "state": 1, "state": 2, "questions": {}}', "the key 'state' is there twice"),
         (b'{"model": "m", "state": 1, "questions": {"q": {"type": "rank"}}}', "questions.q.type: is 'rank'"),
     ],
 )
@@ -90,7 +91,7 @@ def test_verify_passes_and_is_a_gate(
     assert status == 1
     assert "not the checkpoint" in err
     status, _, err = run(capsys, "verify", bundles["odd"])
-    assert status == 1
+    assert status == 2
     assert "nothing to verify" in err
 
 

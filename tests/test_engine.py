@@ -156,6 +156,11 @@ def test_logits_that_are_not_finite_are_an_error(bundles: dict[str, Path]) -> No
         ({"truncation": "silent"}, "expected one of report, refuse"),
         ({"confidence": "high"}, "expected one of max, jev, entropy"),
         ({"max_state_tokens": -1}, "max_state_tokens is -1"),
+        ({"max_length": "5"}, "max_length is '5'"),
+        ({"max_length": True}, "max_length is True"),
+        ({"max_state_tokens": 1.5}, "max_state_tokens is 1.5"),
+        ({"limits": 3}, r"expected Limits\("),
+        ({"pass_limits": None}, r"expected PassLimits\("),
     ],
 )
 def test_impossible_settings_are_refused(bundles: dict[str, Path], settings: dict[str, Any], said: str) -> None:

@@ -18,8 +18,9 @@ ROOT = Path(__file__).parent.parent
 
 def test_public_names() -> None:
     assert sorted(clef_trt.__all__) == [
-        "BundleError", "Clef", "ClefError", "Encoding", "EngineError", "ExportError", "Fault", "Limits",
-        "MissingExtraError", "ReleaseError", "RequestError", "SettingError", "TooLongError", "VerificationError",
+        "BundleError", "Clef", "ClefError", "Encoding", "EngineError", "ExportError", "Fault", "Limits", "MediaLimits",
+        "MissingExtraError", "PassLimits", "ReleaseError", "RequestError", "SettingError", "TooLongError",
+        "VerificationError",
     ]  # fmt: skip
     assert all(hasattr(clef_trt, name) for name in clef_trt.__all__)
 

@@ -100,8 +100,25 @@ def test_counts_up_to_the_limits_and_no_further() -> None:
 
 
 def test_keys_that_are_no_strings_are_refused() -> None:
-    assert "questions.1" in faults({"model": "m", "state": "", "questions": {1: NOUL}})
-    assert "questions.c.criteria.1" in faults(body(c={"type": "choice", "criteria": {1: None, "1": None}}))
+    assert faults({"model": "m", "state": "", "questions": {1: NOUL}}) == {
+        "questions": "is a number; expected strings as the questions' ids"
+    }
+    assert "questions.c.criteria" in faults(body(c={"type": "choice", "criteria": {1: None, "1": None}}))
+    assert "a number" in faults(body() | {10**5000: 1})
+
+
+def test_values_of_other_kinds_are_refused() -> None:
+    import numpy as np
+
+    assert "questions.q.type" in faults(body(q={"type": np.array(["noul", "x"])}))
+    assert "model" in faults(body() | {"model": "\ud800"})
+
+
+def test_very_many_faults_are_all_kept_and_not_all_shown() -> None:
+    with pytest.raises(RequestError) as error:
+        parse_request(body() | {f"key {i}": 1 for i in range(20_000)})
+    assert len(error.value.faults) == 20_000
+    assert str(error.value).endswith("… and 19980 more")
 
 
 def test_pictures_are_refused_without_a_reader() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +171,46 @@ def test_text_alone_never_opens_the_vision_graph(bundles: dict[str, Path], monke
         clef.decide(request(images=[drawing.picture(PICTURE)]))
         clef.decide(request(images=[drawing.picture(PICTURE)]))
     assert opened == ["text", "vision"]
+
+
+def test_damaged_pixels_in_a_batch_name_their_request(clefs: dict[str, Clef]) -> None:
+    whole = drawing.png(PICTURE)
+    cut = {"content_type": "image/png", "base64": base64.b64encode(whole[:-200]).decode()}
+    with pytest.raises(RequestError) as error:
+        clefs["odd"].decide_batch([samples.ticket(), request(images=[cut]), request()])
+    assert [fault.loc for fault in error.value.faults] == [(1, "images", 0)]
+
+
+def test_many_threads_share_one_clef(clefs: dict[str, Clef]) -> None:
+    bodies = [*samples.requests(), request(images=[drawing.picture(PICTURE)])] * 3
+    alone = [clefs["odd"].logits([body])[0] for body in bodies]
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(lambda body: clefs["odd"].logits([body])[0], bodies))
+    for expected, found in zip(alone, together, strict=True):
+        for a, b in zip(expected, found, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["path", "url"])
+def test_no_file_and_no_socket_is_opened_for_a_picture(kind: str, clefs: dict[str, Clef], tmp_path: Path) -> None:
+    file = tmp_path / "picture.png"
+    file.write_bytes(drawing.png(PICTURE))
+    place = str(file) if kind == "path" else "http://127.0.0.1:9/picture.png"
+    touched: list[str] = []
+    active = True
+
+    def hook(event: str, arguments: Any) -> None:
+        if active and (event.startswith("socket.") or (event == "open" and str(arguments[0]) == str(file))):
+            touched.append(event)
+
+    sys.addaudithook(hook)
+    try:
+        for value in (place, {"content_type": "image/png", "base64": place}, f"file://{place}", {"url": place}):
+            with pytest.raises(RequestError):
+                clefs["odd"].decide(request(images=[value]))
+    finally:
+        active = False
+    assert touched == []
 
 
 @pytest.mark.slow
