@@ -25,6 +25,8 @@ lint: .venv/.test
 
 bench: .venv/.test
 	$(BIN)/python bench/host.py
+	$(BIN)/python bench/media.py
+	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/full_size_export.py
 
 # Stamps, so that an environment is made once and again when what it is made from changes.

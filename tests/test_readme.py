@@ -30,7 +30,7 @@ def test_its_python_runs(
 
 def test_its_commands_parse() -> None:
     commands = re.findall(r"^    clef-trt (.*?)(?:\s+#.*)?$", README, re.MULTILINE)
-    assert {command.split()[0] for command in commands} == {"export", "verify", "decide"}
+    assert {command.split()[0] for command in commands} == {"export", "verify", "decide", "ranges", "build"}
     for command in commands:
         parser().parse_args(shlex.split(command))
 
@@ -43,6 +43,15 @@ def test_its_make_targets_and_files_exist() -> None:
         assert (ROOT / name).exists() or (ROOT / "clef_trt" / name).exists(), name
     for name in re.findall(r"^(\w+)/ ", README, re.MULTILINE):
         assert (ROOT / name).is_dir()
+    tree = README.split("## Files")[1].split("```")[1]
+    for folder in ("clef_trt", "export"):
+        for path in (ROOT / folder).glob("[!_]*.py"):
+            assert re.search(rf"\b{path.stem}\b", tree) or path.stem in ("errors", "types", "samples", "table"), path
+
+
+def test_every_recipe_is_told() -> None:
+    for path in (ROOT / "engines").glob("*.toml"):
+        assert f"`{path.stem}`" in README
 
 
 def test_settings_are_those_of_load() -> None:
