@@ -96,7 +96,7 @@ def _export(options: Options) -> None:
 
 def _ranges(options: Options) -> None:
     requests = samples.path() if str(options.requests) == "-" else options.requests
-    module = _export_module("ranges")
+    module = _export_module("collect")
     found = module.run_ranges(options.release, requests, options.target, options.device, progress(), options.dtype)
     print(f"{options.target}: {len(found.activations)} activations over {found.tokens:,} tokens")
 

@@ -13,10 +13,11 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from clef_export.collect import collect_ranges
 from clef_export.emulate import emulated_engine
 from clef_export.pipeline import export
 from clef_export.precision import Precision
-from clef_export.ranges import collect_ranges, large_linears, synthetic_ranges
+from clef_export.ranges import large_linears, synthetic_ranges
 from clef_export.reference import Reference
 from clef_export.release import open_release
 from clef_export.verify import DriftLimits, verify_pair

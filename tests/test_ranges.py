@@ -10,23 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clef_export import collect as collect_module
 from clef_export import ranges as ranges_module
+from clef_export.collect import BINS, collect_ranges, histogram, load_text_model, percentile, run_ranges
 from clef_export.config import parse_config, read_config
 from clef_export.random_release import byte_tokenizer, small_config, write_release
-from clef_export.ranges import (
-    BINS,
-    Ranges,
-    activation_of,
-    collect_ranges,
-    histogram,
-    large_linears,
-    load_text_model,
-    percentile,
-    read_ranges,
-    run_ranges,
-    synthetic_ranges,
-    write_ranges,
-)
+from clef_export.ranges import Ranges, activation_of, large_linears, read_ranges, synthetic_ranges, write_ranges
 from clef_export.release import Release, open_release
 from clef_export.trace import TextModel
 from conftest import GOLDEN, golden_cases
@@ -238,7 +227,7 @@ class Interrupted:
     """`observe`, interrupted at one of its calls."""
 
     def __init__(self, at: int, error: BaseException | None = None) -> None:
-        self.calls, self.at, self.error, self.observe = 0, at, error or KeyboardInterrupt(), ranges_module.observe
+        self.calls, self.at, self.error, self.observe = 0, at, error or KeyboardInterrupt(), collect_module.observe
 
     def __call__(self, *arguments: Any) -> Any:
         self.calls += 1
@@ -253,12 +242,12 @@ def test_a_resumed_run_writes_the_file_of_an_uninterrupted_one(
 ) -> None:
     target, told = tmp_path / "ranges.json", []
     with monkeypatch.context() as patch:
-        patch.setattr(ranges_module, "observe", Interrupted(at))
+        patch.setattr(collect_module, "observe", Interrupted(at))
         with pytest.raises(KeyboardInterrupt):
             collect_ranges(release, REQUESTS, target, every=every)
     assert [path.name for path in tmp_path.iterdir()] == ["ranges.json.partial"]
     rest = Interrupted(at=-1)
-    monkeypatch.setattr(ranges_module, "observe", rest)
+    monkeypatch.setattr(collect_module, "observe", rest)
     collect_ranges(release, REQUESTS, target, every=every, progress=told.append)
     assert rest.calls == len(REQUESTS) - (at - 1)
     assert f"going on after {at - 1} of {len(REQUESTS)} requests" in told
@@ -272,7 +261,7 @@ def test_a_run_that_was_killed_goes_on_from_its_last_save(
     """A kill leaves no chance to save: what lies there is the state of the last `every`."""
     target, kept = tmp_path / "ranges.json", []
     state_file = tmp_path / "ranges.json.partial"
-    monkeypatch.setattr(ranges_module, "observe", Interrupted(5))
+    monkeypatch.setattr(collect_module, "observe", Interrupted(5))
     with pytest.raises(KeyboardInterrupt):
         collect_ranges(release, REQUESTS, target, every=3, progress=lambda text: _keep(text, state_file, kept))
     monkeypatch.undo()
@@ -289,10 +278,10 @@ def test_a_result_that_cannot_be_written_is_not_lost(
         raise OSError("no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ranges_module, "write_ranges", full)
+        patch.setattr(collect_module, "write_ranges", full)
         with pytest.raises(OSError, match="no space"):
             collect_ranges(release, REQUESTS, tmp_path / "ranges.json")
-    monkeypatch.setattr(ranges_module, "observe", Interrupted(at=1))  # there is nothing left to run
+    monkeypatch.setattr(collect_module, "observe", Interrupted(at=1))  # there is nothing left to run
     collect_ranges(release, REQUESTS, tmp_path / "ranges.json")
     assert (tmp_path / "ranges.json").read_bytes() == collected.read_bytes()
 
@@ -306,7 +295,7 @@ def _keep(text: str, path: Path, kept: list[bytes]) -> None:
 def begun(release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The target of a run that was interrupted after two requests."""
     with monkeypatch.context() as patch:
-        patch.setattr(ranges_module, "observe", Interrupted(3))
+        patch.setattr(collect_module, "observe", Interrupted(3))
         with pytest.raises(KeyboardInterrupt):
             collect_ranges(release, REQUESTS, tmp_path / "ranges.json")
     return tmp_path / "ranges.json"
@@ -379,7 +368,7 @@ def test_values_that_are_not_finite_are_an_error_with_their_place(
     ):
         broken = load_text_model(release, "cpu", torch.float32)
         broken.get_parameter(parameter).view(-1)[3] = value
-        monkeypatch.setattr(ranges_module, "load_text_model", lambda *_, broken=broken: broken)
+        monkeypatch.setattr(collect_module, "load_text_model", lambda *_, broken=broken: broken)
         with pytest.raises(ExportError, match=place):
             collect_ranges(release, REQUESTS[:2], tmp_path / "ranges.json")
     assert not list(tmp_path.iterdir())
