@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,8 +27,16 @@ def attention_bytes(model: ModelRecord, batch: int, sequence: int) -> int:
     return 4 * batch * heads * min(model.query_tile, sequence) * sequence
 
 
-def plan_passes(lengths: Sequence[int], model: ModelRecord, limits: PassLimits = PassLimits()) -> list[list[int]]:
-    """Indices of records per pass, longest first; in a pass no record is padded to more than twice its length."""
+def plan_passes(
+    lengths: Sequence[int],
+    model: ModelRecord,
+    limits: PassLimits = PassLimits(),
+    fits: Callable[[list[int]], bool] = lambda _: True,
+) -> list[list[int]]:
+    """Indices of records per pass, longest first; in a pass no record is padded to more than twice its length.
+
+    `fits`: whether the engine takes these records as one pass; a record alone is not asked about.
+    """
     passes: list[list[int]] = []
     longest = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -38,6 +46,7 @@ def plan_passes(lengths: Sequence[int], model: ModelRecord, limits: PassLimits =
             or 2 * lengths[index] < longest
             or count * longest > limits.padded_tokens
             or attention_bytes(model, count, longest) > limits.attention_bytes
+            or not fits([*passes[-1], index])
         ):
             passes.append([])
             longest = lengths[index]
@@ -45,15 +54,23 @@ def plan_passes(lengths: Sequence[int], model: ModelRecord, limits: PassLimits =
     return passes
 
 
+def pass_sizes(encodings: Sequence[Encoding]) -> dict[str, int]:
+    """The sizes of contract.TEXT's dynamic axes in a pass of these records."""
+    return {
+        "batch": len(encodings),
+        "sequence": max(encoding.tokens for encoding in encodings),
+        "questions": max(len(encoding.questions) for encoding in encodings),
+        "options": max(encoding.options for encoding in encodings),
+        "media": max(sum(grid.end - grid.start for encoding in encodings for grid in encoding.grids), 1),
+    }
+
+
 def collate(encodings: Sequence[Encoding], media: Sequence[np.ndarray], hidden_size: int) -> Tensors:
     """The tensors of contract.TEXT for one pass, padded to its longest record, most questions and most options.
 
     `media`: the rows [media tokens, hidden] float32 for all placeholders, in the order of the records and their items.
     """
-    batch = len(encodings)
-    sequence = max(encoding.tokens for encoding in encodings)
-    questions = max(len(encoding.questions) for encoding in encodings)
-    options = max(encoding.options for encoding in encodings)
+    batch, sequence, questions, options, _ = pass_sizes(encodings).values()
     input_ids = np.zeros((batch, sequence), np.int64)
     positions = np.zeros((3, batch, sequence), np.int64)
     media_rows = np.full((batch, sequence), -1, np.int64)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .answer import CONFIDENCES, response
-from .batch import PassLimits, collate, plan_passes, split_logits
+from .batch import PassLimits, collate, pass_sizes, plan_passes, split_logits
 from .bundle import Manifest, open_bundle
 from .choose import open_engine
 from .encode import Encoder
@@ -173,7 +173,12 @@ class Clef:
 
     def _run(self, encodings: Sequence[Encoding]) -> list[list[np.ndarray]]:
         result: list[list[np.ndarray]] = [[]] * len(encodings)
-        for indices in plan_passes([e.tokens for e in encodings], self.manifest.model, self._pass_limits):
+
+        def fits(indices: list[int]) -> bool:
+            return self.engine.fits(pass_sizes([encodings[i] for i in indices]))
+
+        lengths = [encoding.tokens for encoding in encodings]
+        for indices in plan_passes(lengths, self.manifest.model, self._pass_limits, fits):
             together = [encodings[i] for i in indices]
             media = _each(together, self._media_rows, indices)
             inputs = collate(

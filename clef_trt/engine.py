@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, Protocol
 
@@ -28,6 +29,9 @@ class Engine(Protocol):
 
     def run(self, inputs: Tensors) -> Tensors:
         """The contract's inputs → {its output: float32}; raises EngineError for inputs outside the contract."""
+
+    def fits(self, sizes: Mapping[str, int]) -> bool:
+        """Whether one pass may have these sizes of the contract's dynamic axes."""
 
     def info(self) -> dict[str, Any]:
         """What is in effect: backend, versions, settings."""
@@ -111,6 +115,10 @@ class OnnxRuntimeEngine:
         binding.bind_output(self._contract.output, "cuda")
         session.run_with_iobinding(binding)
         return np.asarray(binding.copy_outputs_to_cpu()[0])
+
+    def fits(self, sizes: Mapping[str, int]) -> bool:
+        """See Engine.fits: memory is the only bound."""
+        return True
 
     def info(self) -> dict[str, Any]:
         """See Engine.info."""

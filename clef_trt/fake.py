@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,20 @@ from .errors import EngineError
 class FakeEngine:
     """Logits from the token ids of each option's and its question's span, so that they do not depend on the batch.
 
-    `on_run`, if given, is called with the inputs of every pass and may return other outputs or raise.
+    `on_run`, if given, is called with the inputs of every pass and may return other outputs or raise. `most`: the
+    largest sizes of a pass by axis, such as {"batch": 4}; where an axis is not named there is no bound.
     """
 
-    def __init__(self, hidden_size: int, on_run: Callable[[Tensors], Tensors | None] | None = None) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        on_run: Callable[[Tensors], Tensors | None] | None = None,
+        most: Mapping[str, int] | None = None,
+    ) -> None:
         self.passes: list[tuple[int, int]] = []  # (batch, sequence) of every pass so far
         self._hidden_size = hidden_size
         self._on_run = on_run
+        self._most = dict(most or {})
         self._closed = False
 
     def run(self, inputs: Tensors) -> Tensors:
@@ -38,6 +45,10 @@ class FakeEngine:
                 question = _mean(ids, inputs["question_spans"][record, row[option]])
                 logits[record, option] = np.sin(_mean(ids, inputs["option_spans"][record, option]) + question)
         return {"logits": logits}
+
+    def fits(self, sizes: Mapping[str, int]) -> bool:
+        """See engine.Engine.fits."""
+        return all(sizes[axis] <= most for axis, most in self._most.items())
 
     def info(self) -> dict[str, Any]:
         """See engine.Engine.info."""

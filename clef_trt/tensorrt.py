@@ -105,6 +105,10 @@ class TensorRTEngine:
             self._release()
             raise
 
+    def fits(self, sizes: Mapping[str, int]) -> bool:
+        """See Engine.fits: whether any profile takes them."""
+        return any(profile.misfit(sizes) is None for profile in self._profiles)
+
     def run(self, inputs: Tensors) -> Tensors:
         """See Engine.run; the output is float32, cut back to the sizes of the inputs."""
         with self._lock:

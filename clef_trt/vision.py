@@ -36,7 +36,9 @@ class Vision:
         engine = self._opened()
         times, rows, columns = item.grid
         patches = self.reader.patches(item).reshape(times, rows * columns, -1)
-        groups = max(MAX_PATCHES // (rows * columns), 1)
+        groups = min(max(MAX_PATCHES // (rows * columns), 1), times)
+        while groups > 1 and not engine.fits({"groups": groups, "patches": rows * columns}):
+            groups //= 2
         parts = []
         for start in range(0, times, groups):
             inputs = vision_inputs(

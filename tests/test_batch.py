@@ -73,6 +73,14 @@ def test_a_batch_is_a_list(requests: Any, bundles: dict[str, Path]) -> None:
         clef(bundles, FakeEngine(96), PassLimits()).decide_batch(requests)
 
 
+def test_passes_are_such_as_the_engine_takes(bundles: dict[str, Path]) -> None:
+    """A plan's profiles bound the batch: more short records than that are several passes, not an error."""
+    engine = FakeEngine(96, most={"batch": 2, "questions": 4})
+    answers = clef(bundles, engine, PassLimits()).decide_batch(TEXTS)
+    assert max(batch for batch, _ in engine.passes) == 2
+    assert answers == clef(bundles, FakeEngine(96), PassLimits()).decide_batch(TEXTS)
+
+
 def test_an_empty_batch_is_empty(bundles: dict[str, Path]) -> None:
     assert clef(bundles, FakeEngine(96), PassLimits()).decide_batch([]) == []
 
