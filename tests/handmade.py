@@ -9,6 +9,7 @@ import onnx
 from onnx import parser
 
 from clef_trt.bundle import (
+    CONTROL_TOKENS,
     FORMAT_VERSION,
     Bundle,
     FileRecord,
@@ -98,12 +99,14 @@ def write_bundle(folder: Path, text: str = TEXT_BODY, own_vision_weights: bool =
         model.graph.initializer.append(weight)
         (folder / f"{name}.onnx").write_bytes(model.SerializeToString())
         graphs[name] = GraphRecord(f"{name}.onnx", int(np.prod(shape)), 23, [], [])
+    for name in ("tokenizer.json", "processor_config.json"):  # of no matter to a build
+        (folder / name).write_text("{}")
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         precision="bf16",
         source=SourceRecord("hand-made", "0" * 64),
         weights=WeightsRecord(str(release), _records(release), 0, 0),
-        model=ModelRecord(sizes, 512, 4, 1, 1, 1, 256, {}),
+        model=ModelRecord(sizes, 512, 4, 1, 1, 1, 256, dict.fromkeys(CONTROL_TOKENS, 0)),
         graphs=graphs,
         files=_records(folder),
         tools={},
