@@ -181,8 +181,13 @@ def test_ctrl_c_reaches_a_running_build(bundle: Bundle) -> None:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.5)  # so that the main thread has seen it when this, the builder's thread, goes on
 
-    with pytest.raises(KeyboardInterrupt):
-        build(bundle, recipe(), progress=press)
+    # Started in the background, as CI may be, a process ignores SIGINT, and Python then sets no handler for it.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            build(bundle, recipe(), progress=press)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert state(bundle) == before
 
 
