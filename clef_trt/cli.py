@@ -90,7 +90,7 @@ def _info(options: argparse.Namespace) -> None:
         "weights": "in the bundle" if manifest.weights.root == "." else manifest.weights.root,
         "longest record": f"{manifest.model.max_tokens:,} tokens",
         "graphs": ", ".join(f"{name} (opset {graph.opset})" for name, graph in manifest.graphs.items()),
-        "plans": ", ".join(str(plan) for plan in manifest.plans) or "none",
+        "plans": ", ".join(f"{p.recipe} ({', '.join(p.compute_capabilities)})" for p in manifest.plans) or "none",
         "made with": ", ".join(f"{name} {version}" for name, version in manifest.tools.items()),
     }
     try:

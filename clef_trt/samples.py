@@ -16,11 +16,12 @@ def ticket() -> dict[str, Any]:
 
 def requests() -> list[dict[str, Any]]:
     """A handful of different requests: what `verify` compares when it is given none."""
-    return [ticket(), *(json.loads(line) for line in _text("sample_requests.jsonl").splitlines())]
+    texts = [json.loads(line) for line in _text("sample_requests.jsonl").splitlines()]
+    return [ticket(), *texts, json.loads(_text("sample_picture.json"))]
 
 
 def path() -> Path:
-    """The file of the sample requests without the ticket, one JSON object a line."""
+    """The file of the sample requests about text without the ticket, one JSON object a line, as `ranges` takes them."""
     return Path(str(files(__package__) / "sample_requests.jsonl"))
 
 

@@ -123,6 +123,13 @@ def test_verify_notices_other_weights(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "verification failed" in err
 
 
+def test_ranges_of_the_sample_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "ranges", GOLDEN / "odd", "-", tmp_path / "ranges.json")
+    assert status == 0
+    assert "16 activations over" in out
+    assert (tmp_path / "ranges.json").exists()
+
+
 def test_demo_prints_decisions_with_their_time(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "demo")
     assert status == 0
