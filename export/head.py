@@ -38,6 +38,20 @@ class MultiheadAttention(nn.Module):
         return self.out_proj(masked_attention(q, k, v, key_bias).transpose(1, 2).flatten(2))
 
 
+class FloatLinear(nn.Linear):
+    """A linear that computes in float32, whatever the dtype of its input and parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x.float(), self.weight.float(), self.bias.float())
+
+
+class FloatLayerNorm(nn.LayerNorm):
+    """A norm that computes in float32, whatever the dtype of its input and parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
+
+
 class EvidenceLayer(nn.Module):
     """Options read the memory; they never see each other."""
 
@@ -93,9 +107,10 @@ class JointSchemaHead(nn.Module):
         self.evidence_layers = nn.ModuleList(EvidenceLayer(config) for _ in range(config.routing_layers))
         self.option_summary_norm = nn.LayerNorm(width)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.layers))
-        self.field_norm = nn.LayerNorm(width)
-        self.option_norm = nn.LayerNorm(width)
-        self.residual_scorer = nn.ModuleDict({"0": nn.Linear(4 * width, width), "3": nn.Linear(width, 1)})
+        # Scores in float32 in every precision: a step of BF16 at a logit of 4 would be 0.03, the margin of a decision.
+        self.field_norm = FloatLayerNorm(width)
+        self.option_norm = FloatLayerNorm(width)
+        self.residual_scorer = nn.ModuleDict({"0": FloatLinear(4 * width, width), "3": FloatLinear(width, 1)})
         self.prior_logit_scale = nn.Parameter(torch.empty(()))
         self.joint_logit_scale = nn.Parameter(torch.empty(()))
         self.residual_gate = nn.Parameter(torch.empty(()))
@@ -146,8 +161,8 @@ class JointSchemaHead(nn.Module):
         prior = cosine(lexical, owner.of(question + summary), eps=1e-12)
         field, option = owner.of(self.field_norm(fields)), self.option_norm(options)
         features = torch.cat((field, option, field * option, (field - option).abs()), -1)
-        residual = self.residual_scorer["3"](functional.gelu(self.residual_scorer["0"](features)))
-        joint = logit_scale(self.joint_logit_scale) * cosine(field, option, eps=1e-8) + residual.squeeze(-1).float()
+        residual = self.residual_scorer["3"](functional.gelu(self.residual_scorer["0"](features))).squeeze(-1)
+        joint = logit_scale(self.joint_logit_scale) * cosine(field, option, eps=1e-8) + residual
         logits = logit_scale(self.prior_logit_scale) * prior + torch.sigmoid(self.residual_gate.float()) * joint
         # Padding takes the lowest finite value: it has no part in a softmax over the whole axis.
         return logits.masked_fill(option_questions < 0, torch.finfo(torch.float32).min)
