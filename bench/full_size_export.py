@@ -14,29 +14,16 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-SHAPES = Path(__file__).parent / "shapes"
+from common import SHAPES, machine_card, make_release, resident_mb
+
 # Numbers in the published files: backbone (layers, norm, both embeddings, vision) and joint head.
 PUBLISHED_PARAMETERS = {"9b": 9_409_813_744 + 121_762_820}
-
-
-def make_release(shape: str, folder: Path) -> None:
-    """A sparse release of one shape."""
-    from clef_export.random_release import byte_tokenizer, write_release
-
-    value, tokenizer = json.loads((SHAPES / f"{shape}.json").read_text()), byte_tokenizer()
-    for name in ("image", "video"):
-        value["config"][f"{name}_token_id"] = tokenizer.token_to_id(f"<|{name}_pad|>")
-    for name in ("vision_start", "vision_end"):
-        value["config"][f"{name}_token_id"] = tokenizer.token_to_id(f"<|{name}|>")
-    write_release(folder, value["config"], value["joint_head_config"], tokenizer, seed=None)
 
 
 def hub_cache(release: Path, cache: Path) -> Path:
@@ -68,7 +55,7 @@ def export_once(release: Path, bundle: Path, precision: str) -> dict[str, Any]:
         precision=chosen,
         progress=lambda text: print(f"  [{time.perf_counter() - start:6.1f} s] {text}"),
     )
-    seconds, peak_kb = time.perf_counter() - start, peak_resident_kb()
+    seconds, peak_mb = time.perf_counter() - start, resident_mb()
     if precision == "fp8":  # its weights lie in two folders, where ONNX's checker looks in one
         parsed = parse_with_tensorrt(bundle)
     else:
@@ -77,19 +64,13 @@ def export_once(release: Path, bundle: Path, precision: str) -> dict[str, Any]:
         parsed = parse_with_tensorrt(bundle) if precision == "bf16" else None
     return {
         "seconds": round(seconds, 1),
-        "peak_resident_gb": round(peak_kb / 1e6, 2),
+        "peak_resident_gb": round(peak_mb / 1e3, 2),
         "parameters": manifest.weights.parameters,
         "weights_gb": round(manifest.weights.stored_bytes / 1e9, 1),
         "written_gb": round(sum(path.stat().st_size for path in bundle.iterdir()) / 1e9, 2),
         "tensorrt_layers": parsed,
         "graph_mb": round((bundle / "text.onnx").stat().st_size / 1e6, 2),
     }
-
-
-def peak_resident_kb() -> int:
-    """Of this process; ru_maxrss would start at the parent's."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 
 
 def parse_with_tensorrt(bundle: Path) -> dict[str, int] | None:
@@ -119,7 +100,7 @@ def measure(shape: str, layout: str, precision: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         release = folder / "release"
-        make_release(shape, release)
+        make_release(shape, release, seed=None)
         if layout == "hub cache":
             release = hub_cache(release, folder / "models--example--clef")
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -138,13 +119,10 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", default=["folder", "hub cache"], choices=["folder", "hub cache"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    card = {
-        "what": "export of sparse full-size releases, ONNX checker and strict shape inference included",
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("clef-trt", "torch", "onnx", "onnxscript")},
-    }
+    card = machine_card(
+        "export of sparse full-size releases, ONNX checker and strict shape inference included",
+        "torch", "onnx", "onnxscript",
+    )  # fmt: skip
     print(json.dumps(card, indent=1))
     rows = [
         measure(shape, layout, precision)

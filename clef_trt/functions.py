@@ -1,11 +1,13 @@
 """Bodies of the `clef` operators as ONNX local functions in plain ONNX operators, computing in float32 or as noted.
 
-A graph carries the general bodies, which ONNX Runtime runs: a Scan over chunks for the delta rule, attention tiled by
-query (ONNX Runtime's own causal attention holds the whole [B, H, S, S] matrix). A TensorRT build puts others in their
-place: its fused Attention, and a delta rule without a loop (`parallel_delta_rule` says why).
+These are the general ones: a Scan over chunks for the delta rule, attention tiled by query (ONNX Runtime's own causal
+attention holds the whole [B, H, S, S] matrix). Graphs for ONNX Runtime's CPU provider carry faster ones where it has
+them (`clef_export.cpu`), and a TensorRT build puts its own in their place (`tensorrt_functions`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 import onnx
@@ -19,18 +21,8 @@ MASKED = -1e30
 
 
 def general_functions() -> list[onnx.FunctionProto]:
-    """The bodies that a graph carries."""
+    """The bodies that run on any engine."""
     return [gated_delta_rule(), causal_attention(), masked_attention(), full_attention()]
-
-
-def tensorrt_functions(max_tokens: int) -> list[onnx.FunctionProto]:
-    """The bodies for a TensorRT engine whose longest profile has `max_tokens`."""
-    return [
-        parallel_delta_rule(max_tokens),
-        fused_attention("CausalAttention", causal=True, biased=False),
-        fused_attention("MaskedAttention", causal=False, biased=True),
-        fused_attention("FullAttention", causal=False, biased=False),
-    ]
 
 
 def block_masks(size: int) -> np.ndarray:
@@ -41,19 +33,9 @@ def block_masks(size: int) -> np.ndarray:
     return np.stack(masks).astype(np.float32)
 
 
-def fused_attention(name: str, causal: bool, biased: bool) -> onnx.FunctionProto:
-    """Any of the attentions as ONNX's one Attention node, in the type of its inputs: what TensorRT has kernels for."""
-    bias = """
-        bias_axes = Constant <value_ints = [1, 2]> ()
-        bias = Unsqueeze(key_bias, bias_axes)"""
-    body = f"""{bias if biased else ""}
-        output = Attention <is_causal = {int(causal)}> (query, key, value{", bias" if biased else ""})"""
-    return _function(name, "query, key, value" + (", key_bias" if biased else ""), body)
-
-
 def gated_delta_rule() -> onnx.FunctionProto:
     """`operators.gated_delta_rule`: everything inside a chunk at once, then a Scan over chunks with the state."""
-    return _delta_rule("""
+    return chunked_delta_rule("""
         state_shape = Concat <axis = 0> (batch, key_heads, group, key_dim, value_dim)
         initial = ConstantOfShape <value = float[1] {0.0}> (state_shape)
         final_state, chunk_outputs = Scan <num_scan_inputs = 6, body = step (
@@ -70,51 +52,7 @@ def gated_delta_rule() -> onnx.FunctionProto:
         }> (initial, u, w, scores, q_decayed, k_update, chunk_decay)""")
 
 
-def parallel_delta_rule(max_tokens: int) -> onnx.FunctionProto:
-    """`operators.gated_delta_rule` without a loop, for at most `max_tokens` tokens.
-
-    The state obeys S_n = M_n S_(n-1) + B_n with M = e^G I - K'W and B = K'U, so all states are prefix products, found
-    in log2(chunks) steps of doubling: n takes in the result that ends at n - 1, n - 2, n - 4, … TensorRT runs a loop as
-    one launch after another, and TensorRT for RTX 1.7 crashes on any loop behind an Attention. M before the first chunk
-    is never used, because the state starts at zero: what is shifted in may be zeros.
-    """
-    steps = max((-(-max_tokens // CHUNK) - 1).bit_length(), 1)
-    doubling = "".join(
-        f"""
-        b_shift{i} = Constant <value_ints = [{2**i}, 0]> ()
-        b_padded{i} = Pad(b{i}, b_shift{i}, , zero)
-        b_before{i} = Slice(b_padded{i}, zero, chunks, zero)
-        m_padded{i} = Pad(m{i}, b_shift{i}, , zero)
-        m_before{i} = Slice(m_padded{i}, zero, chunks, zero)
-        b_carried{i} = MatMul(m{i}, b_before{i})
-        b{i + 1} = Add(b{i}, b_carried{i})
-        m{i + 1} = MatMul(m{i}, m_before{i})"""
-        for i in range(steps)
-    )
-    return _delta_rule(f"""
-        zero_scalar = Constant <value_int = 0> ()
-        one_scalar = Constant <value_int = 1> ()
-        key_dim_scalar = Squeeze(key_dim)
-        places = Range(zero_scalar, key_dim_scalar, one_scalar)
-        place_column = Unsqueeze(places, one)
-        diagonal = Equal(places, place_column)
-        unit = Cast <to = 1> (diagonal)
-        kept = Mul(chunk_decay, unit)
-        kw = MatMul(k_update, w)
-        m0 = Sub(kept, kw)
-        b0 = MatMul(k_update, u)
-        {doubling}
-        one_back = Constant <value_ints = [1, 0]> ()
-        states_padded = Pad(b{steps}, one_back, , zero)
-        states = Slice(states_padded, zero, chunks, zero)
-        ws = MatMul(w, states)
-        new = Sub(u, ws)
-        out_state = MatMul(q_decayed, states)
-        out_chunk = MatMul(scores, new)
-        chunk_outputs = Add(out_state, out_chunk)""")
-
-
-def _delta_rule(chunks_to_outputs: str) -> onnx.FunctionProto:
+def chunked_delta_rule(chunks_to_outputs: str) -> onnx.FunctionProto:
     """The delta rule around its recurrence from chunk to chunk, which is given.
 
     Axes of the chunked tensors: [chunks, batch, key heads, value heads per key head, token in chunk, dim].
@@ -208,7 +146,7 @@ def _delta_rule(chunks_to_outputs: str) -> onnx.FunctionProto:
     constants = {f"block_mask{i}": mask for i, mask in enumerate(block_masks(CHUNK))}
     constants["identity"] = np.eye(CHUNK, dtype=np.float32)
     constants["lower"] = np.tri(CHUNK, dtype=bool)
-    return _function("GatedDeltaRule", "query, key, value, decay, beta", body, constants)
+    return function("GatedDeltaRule", "query, key, value, decay, beta", body, constants)
 
 
 def _l2_normalised(source: str, name: str) -> str:
@@ -310,7 +248,7 @@ def causal_attention() -> onnx.FunctionProto:
         joined = Reshape(by_head, joined_shape)
         cut = Slice(joined, zero, length, two)
         output = CastLike(cut, query)"""
-    return _function("CausalAttention", "query, key, value", body)
+    return function("CausalAttention", "query, key, value", body)
 
 
 def masked_attention() -> onnx.FunctionProto:
@@ -321,12 +259,12 @@ def masked_attention() -> onnx.FunctionProto:
         bias = Unsqueeze(key_bias_float, bias_axes)"""
     biased = """
             scores = Add(raw, bias)"""
-    return _function("MaskedAttention", "query, key, value, key_bias", bias + _over_all_keys(biased))
+    return function("MaskedAttention", "query, key, value, key_bias", bias + _over_all_keys(biased))
 
 
 def full_attention() -> onnx.FunctionProto:
     """`operators.full_attention`, one tile of queries at a time over all keys."""
-    return _function("FullAttention", "query, key, value", _over_all_keys("\n            scores = Identity(raw)"))
+    return function("FullAttention", "query, key, value", _over_all_keys("\n            scores = Identity(raw)"))
 
 
 def _over_all_keys(scores: str) -> str:
@@ -360,10 +298,21 @@ def _over_all_keys(scores: str) -> str:
         output = CastLike(cut, query)"""
 
 
-def _function(name: str, inputs: str, body: str, constants: dict[str, np.ndarray] | None = None) -> onnx.FunctionProto:
-    text = f'<opset_import: ["" : {OPSET}], domain: "{DOMAIN}">\n{name} ({inputs}) => (output) {{{body}\n}}'
-    function = parser.parse_function(text)
+def function(
+    name: str,
+    inputs: str,
+    body: str,
+    constants: Mapping[str, np.ndarray | np.generic] | None = None,
+    outputs: str = "output",
+    imports: Mapping[str, int] | None = None,
+) -> onnx.FunctionProto:
+    """A function of the `clef` domain from ONNX's text syntax; `imports`: the opsets it uses beside ONNX's own."""
+    opsets = ", ".join(f'"{domain}" : {version}' for domain, version in ({"": OPSET} | dict(imports or {})).items())
+    text = f'<opset_import: [{opsets}], domain: "{DOMAIN}">\n{name} ({inputs}) => ({outputs}) {{{body}\n}}'
+    made = parser.parse_function(text)
+    for node in made.node:  # ONNX Runtime's profile names what it inlined by this
+        node.name = f"{name}/{node.output[0]}"
     for key, array in (constants or {}).items():
-        node = onnx.helper.make_node("Constant", [], [key], value=numpy_helper.from_array(array))
-        function.node.insert(0, node)
-    return function
+        node = onnx.helper.make_node("Constant", [], [key], value=numpy_helper.from_array(np.asarray(array)))
+        made.node.insert(0, node)
+    return made

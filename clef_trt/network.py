@@ -111,7 +111,8 @@ def _inlined(path: Path, max_tokens: int, extra: str) -> tuple[bytes, set[str]]:
         import onnx
         import onnx.inliner
 
-        from .functions import DOMAIN, tensorrt_functions
+        from .functions import DOMAIN
+        from .tensorrt_functions import tensorrt_functions
     except ImportError as fault:
         raise MissingExtraError("building a plan", extra, fault) from None
     model = onnx.load(path, load_external_data=False)

@@ -31,6 +31,7 @@ from clef_trt.hashes import sha256_of_files
 from clef_trt.processor import read_processors
 
 from .config import ReleaseConfig, read_json
+from .cpu import cpu_functions
 from .precision import Precision, check_precision, quantise, quantised_linears
 from .release import Release, open_release
 from .trace import checkpoint_name, model_sizes, trace_text, trace_vision, vision_checkpoint_name
@@ -107,12 +108,14 @@ def export(
             recorded_root = str(release.root)
             files = file_records(release.root, sorted({tensor.file for tensor in used}), hashes)
         progress("writing and checking the graphs")
+        on_cpu = precision.name in ("fp32", "int8")
+        bodies = cpu_functions(release.config.text) if on_cpu else general_functions()
         graphs = {}
         for plan in GRAPHS:
             name, model = plan.contract.name, models[plan.contract.name]
             names = [str(value.name) for value in _weights(model, plan)]
             fill_parameters(model, {parameter: tensors[plan.checkpoint_name(parameter)] for parameter in names})
-            graphs[name] = _write_graph(model, plan.contract, folder / f"{name}.onnx", shapes[name])
+            graphs[name] = _write_graph(model, plan.contract, folder / f"{name}.onnx", shapes[name], bodies)
         for file in COPIED_FILES:
             shutil.copyfile(release.folder / file, folder / file)
         recorded = own_weights if copy_weights else []
@@ -207,11 +210,16 @@ def _model_record(release: Release) -> ModelRecord:
     )
 
 
-def _write_graph(model: ir.Model, contract: Contract, path: Path, shapes: Shapes) -> GraphRecord:
-    """Serialise with the local functions it uses attached, and let ONNX check it."""
+def _write_graph(
+    model: ir.Model, contract: Contract, path: Path, shapes: Shapes, bodies: list[onnx.FunctionProto]
+) -> GraphRecord:
+    """Serialise with those of the bodies that it uses attached, and let ONNX check it."""
     proto = ir.to_proto(model)
     used = {node.op_type for node in model.graph if node.domain == DOMAIN}
-    proto.functions.extend(function for function in general_functions() if function.name in used)
+    proto.functions.extend(body for body in bodies if body.name in used)
+    known = {opset.domain for opset in proto.opset_import}
+    wanted = {(opset.domain, opset.version) for body in proto.functions for opset in body.opset_import}
+    proto.opset_import.extend(helper.make_opsetid(*opset) for opset in sorted(wanted) if opset[0] not in known)
     check_graph(proto)
     path.write_bytes(proto.SerializeToString())
     return GraphRecord(

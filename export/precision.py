@@ -71,8 +71,9 @@ def quantise(
         return
     path = folder / precision.quantised_file
     if precision.name == "int8":
-        places = write_own(list(int8.int8_weights(release.root, linears, tensors)), path, progress)
-        int8.quantise(model, linears, tensors, places)
+        groups = int8.groups(linears)
+        places = write_own(list(int8.int8_weights(release.root, groups, tensors)), path, progress)
+        int8.quantise(model, groups, places)
         return
     scales: dict[str, float] = {}
     places = write_own(list(fp8.fp8_weights(release.root, linears, tensors, scales)), path, progress)

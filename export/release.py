@@ -14,7 +14,7 @@ from clef_trt.errors import BundleError, MissingExtraError, ReleaseError
 
 from .config import ReleaseConfig, read_config, read_json
 
-DTYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1}
+DTYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I8": 1}
 HEAD_FILE, INDEX_FILE, SINGLE_FILE = "joint_head.safetensors", "model.safetensors.index.json", "model.safetensors"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from pathlib import Path
@@ -13,14 +14,17 @@ import onnxruntime
 import pytest
 import torch
 from clef_export import operators
+from clef_export.cpu import linear_attention
 from clef_export.pipeline import export
 from clef_export.random_release import byte_tokenizer, small_config, write_release
+from clef_export.release import open_release
 from conftest import GOLDEN, RELEASES
 from onnx import TensorProto, helper
 
 from clef_trt import Clef, samples
 from clef_trt.bundle import read_manifest
-from clef_trt.functions import MASKED, general_functions, parallel_delta_rule
+from clef_trt.functions import MASKED, general_functions
+from clef_trt.tensorrt_functions import parallel_delta_rule
 
 
 def graph_of(bundle: Path, name: str = "text") -> onnx.ModelProto:
@@ -144,7 +148,7 @@ def run_function(
     ]
     output = helper.make_tensor_value_info("y", TensorProto.FLOAT, [None] * 4)
     graph = helper.make_graph([helper.make_node(name, names, ["y"], domain="clef")], "g", values, [output])
-    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("clef", 1)]
+    opsets = [helper.make_opsetid(*opset) for opset in (("", 23), ("clef", 1), ("com.microsoft", 1))]
     model = helper.make_model(graph, opset_imports=opsets, functions=functions, ir_version=10)
     onnx.checker.check_model(model)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
@@ -185,11 +189,19 @@ def test_the_delta_rule_is_its_definition(
     expected = step_by_step(*(x.double().numpy() for x in (q, k, v, g, b)))
     tolerance = 2e-6 * max(1.0, np.abs(expected).max())
     inputs = [q, k, v, g, b]
+    shape = dataclasses.replace(
+        open_release(GOLDEN / "odd").config.text,
+        linear_num_key_heads=key_heads,
+        linear_num_value_heads=value_heads,
+        linear_key_head_dim=key_dim,
+        linear_value_head_dim=value_dim,
+    )
     for found in (
         operators.gated_delta_rule(*inputs).numpy(),
         run_function("GatedDeltaRule", inputs),
         run_function("GatedDeltaRule", inputs, [parallel_delta_rule(max_tokens=length)]),
         run_function("GatedDeltaRule", inputs, [parallel_delta_rule(max_tokens=4096)]),
+        run_function("GatedDeltaRule", inputs, [linear_attention(shape)]),
     ):
         np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
 

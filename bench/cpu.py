@@ -1,0 +1,208 @@
+"""ONNX Runtime on the CPU against the published code in eager torch: time, memory and growth.
+
+Random weights of a named shape, backbone and head, whole passes of random tokens. Systems take turns in one process, so
+that a drift of the machine meets all of them; ratios are what to read.
+
+    python bench/cpu.py [--shape 0.8b] [--work DIR] [--threads 2] [--json FILE] [--plot FILE.png]
+
+--work keeps the release and the bundles for another run (about 7 GB at 0.8b).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import SHAPES, machine_card, make_release, random_record, resident_mb, summary
+
+CASES = [(128, 1, 7), (512, 1, 7), (2048, 1, 5), (8192, 1, 3), (128, 8, 5)]  # tokens, batch, runs
+GROWTH = [128, 256, 512, 1024, 2048, 4096, 8192, 16384]
+PRECISIONS = ("fp32", "int8")
+
+
+def prepare(shape: str, work: Path) -> tuple[Path, dict[str, Path]]:
+    """The release and its bundles, made where they are missing."""
+    from clef_export.pipeline import export
+    from clef_export.precision import Precision
+
+    release = work / f"release-{shape}"
+    if not release.exists():
+        make_release(shape, release, seed=0)
+    bundles = {name: work / f"bundle-{shape}-{name}" for name in PRECISIONS}
+    for name, folder in bundles.items():
+        if not folder.exists():
+            print(f"exporting {name}", file=sys.stderr)
+            export(release, folder, precision=Precision(name))
+    return release, bundles
+
+
+def ours(bundle: Path, threads: int, profile: str | None = None) -> Callable[[list[Any]], Any]:
+    """A pass on ONNX Runtime."""
+    from clef_trt.batch import collate
+    from clef_trt.bundle import open_bundle
+    from clef_trt.engine import OnnxRuntimeEngine
+
+    opened = open_bundle(bundle)
+    engine = OnnxRuntimeEngine(opened, "text", threads, profile=profile)
+    hidden = opened.manifest.model.sizes["hidden"]
+
+    def run(records: list[Any]) -> Any:
+        return engine.run(collate(records, [], hidden))["logits"]
+
+    run.engine = engine  # type: ignore[attr-defined]
+    return run
+
+
+def eager(release: Path, dtype: str) -> Callable[[list[Any]], Any]:
+    """A pass of the published code."""
+    import torch
+    from clef_export.reference import Reference
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reference = Reference(release, getattr(torch, dtype))
+    return lambda records: reference.logits([reference.with_media(record, []) for record in records])
+
+
+def compare(
+    systems: dict[str, Callable[[list[Any]], Any]], vocabulary: int, cases: list[tuple[int, int, int]]
+) -> list[dict[str, Any]]:
+    """Every system over every case, taking turns."""
+    rows = []
+    for tokens, batch, runs in cases:
+        records = [random_record(tokens, vocabulary, seed) for seed in range(batch)]
+        seconds: dict[str, list[float]] = {name: [] for name in systems}
+        for turn in range(runs + 1):
+            for name, run in systems.items():
+                start = time.perf_counter()
+                run(records)
+                if turn:  # the first is a warm-up
+                    seconds[name].append(time.perf_counter() - start)
+        for name, taken in seconds.items():
+            row = {"tokens": tokens, "batch": batch, "system": name} | summary(taken)
+            for other in ("eager float32", "eager bfloat16"):
+                ratios = np.divide(seconds[other], taken)
+                row[f"times faster than {other}"] = round(float(np.median(ratios)), 2)
+            rows.append(row)
+            print(
+                f"{tokens:6} x {batch}  {name:16}{row['median_s']:9.3f} s  [{row['min_s']:.3f}, {row['max_s']:.3f}]"
+                f"{row['times faster than eager float32']:7.2f}x{row['times faster than eager bfloat16']:7.2f}x",
+                flush=True,
+            )
+    return rows
+
+
+def grow(bundle: Path, threads: int, vocabulary: int, tokens: int) -> dict[str, Any]:
+    """One length in this process: microseconds per token by kind of operator, full attention apart, and memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = ours(bundle, threads, profile=f"{folder}/profile")
+        opened_mb = resident_mb()
+        records = [random_record(tokens, vocabulary, 0)]
+        taken = []
+        for _ in range(4 if tokens <= 2048 else 2):
+            start = time.perf_counter()
+            run(records)
+            taken.append(time.perf_counter() - start)
+        events = json.loads(Path(run.engine.end_profiling()).read_text())  # type: ignore[attr-defined]
+    first = [event["ts"] for event in events if event["name"] == "model_run"][1]
+    passes = len(taken) - 1
+    kinds: Counter[str] = Counter()
+    for event in events:
+        if event["cat"] == "Node" and event["name"].endswith("_kernel_time") and event["ts"] >= first:
+            kinds[event["args"]["op_name"]] += event["dur"] / passes / tokens
+    scans = kinds["Scan"]  # attention, whose own nodes are counted again beside it
+    seconds = float(np.median(taken[1:]))
+    return {
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "us_per_token": round(seconds * 1e6 / tokens, 1),
+        "us_per_token_outside_attention": round(seconds * 1e6 / tokens - scans, 1),
+        "us_per_token_by_operator": {kind: round(value, 1) for kind, value in kinds.most_common(14)},
+        "opened_mb": opened_mb,
+        "peak_mb": resident_mb(),
+    }
+
+
+def main() -> None:
+    """Print tables and, where asked, write one JSON object and a plot."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="0.8b", choices=[path.stem for path in SHAPES.glob("*.json")])
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--grow", nargs=2, metavar=("BUNDLE", "TOKENS"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    vocabulary = json.loads((SHAPES / f"{options.shape}.json").read_text())["config"]["text_config"]["vocab_size"]
+    if options.grow:
+        print(json.dumps(grow(Path(options.grow[0]), options.threads, vocabulary, int(options.grow[1]))))
+        return
+    import torch
+
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        work = options.work or Path(folder)
+        release, bundles = prepare(options.shape, work)
+        growth = {name: grown(options, bundle) for name, bundle in bundles.items()}
+        systems = {f"eager {name}": eager(release, name) for name in ("float32", "bfloat16")}
+        systems |= {f"ours {name}": ours(bundle, options.threads) for name, bundle in bundles.items()}
+        rows = compare(systems, vocabulary, CASES)
+    card = machine_card(__doc__.splitlines()[0], "torch", "transformers", "onnxruntime") | {
+        "shape": options.shape,
+        "threads": options.threads,
+    }
+    result = {"card": card, "rows": rows, "growth": growth}
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if options.plot is not None:
+        plot(growth, options.plot)
+
+
+def grown(options: argparse.Namespace, bundle: Path) -> list[dict[str, Any]]:
+    """`grow` for every length, each in a process of its own."""
+    rows = []
+    for tokens in GROWTH:
+        command = [sys.executable, __file__, "--shape", options.shape, "--threads", str(options.threads)]
+        run = subprocess.run([*command, "--grow", str(bundle), str(tokens)], check=True, capture_output=True, text=True)
+        rows.append(json.loads(run.stdout))
+        row = rows[-1]
+        print(
+            f"{bundle.name} {tokens:6} tokens: {row['us_per_token']:8.1f} us a token, "
+            f"{row['us_per_token_outside_attention']:8.1f} outside attention, peak {row['peak_mb']} MB",
+            flush=True,
+        )
+    return rows
+
+
+def plot(growth: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Time per token against tokens, with and without full attention."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for (name, rows), colour in zip(growth.items(), ("tab:blue", "tab:orange"), strict=True):
+        tokens = [row["tokens"] for row in rows]
+        axes.plot(tokens, [row["us_per_token"] / 1000 for row in rows], "-o", color=colour, label=name)
+        outside = [row["us_per_token_outside_attention"] / 1000 for row in rows]
+        axes.plot(tokens, outside, "--", color=colour, label=f"{name}, full attention left out")
+    axes.set(xscale="log", xlabel="tokens", ylabel="ms per token", ylim=(0, None))
+    axes.set_xticks(GROWTH, [str(tokens) for tokens in GROWTH])
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
