@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -73,8 +75,9 @@ class OnnxRuntimeEngine:
         # Shapes change from pass to pass: remembering each one's memory plan only costs memory. Reuse ties tensors of
         # one shape to one buffer that is kept until the last of them is done: every layer's buffers at once.
         options.enable_mem_pattern = options.enable_mem_reuse = False
-        # Where a CPU's 8-bit products saturate (AVX2 without VNNI), ONNX Runtime then takes exact ones.
-        options.add_session_config_entry("session.x64quantprecision", "1")
+        exact = bundle.manifest.precision == "int8" and products_saturate()
+        if exact:
+            options.add_session_config_entry("session.x64quantprecision", "1")
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", os.path.realpath(bundle.weights_root)
         )
@@ -96,6 +99,8 @@ class OnnxRuntimeEngine:
             "precision": bundle.manifest.precision,
             "threads": threads or os.cpu_count(),
         }
+        if exact:
+            self._info["int8"] = "slower, exact products: this CPU's 8-bit products saturate (it has no VNNI)"
         if double := _installed_twice():
             self._info["warning"] = double
 
@@ -140,6 +145,20 @@ class OnnxRuntimeEngine:
     def close(self) -> None:
         """See Engine.close."""
         self._session = None
+
+
+def products_saturate(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether ONNX Runtime's products of uint8 and int8 overflow 16 bits: on x86 without VNNI instructions.
+
+    Asked for exact products, it takes slower ones on any x86, so that it must be asked only where they are needed.
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return False
+    try:
+        flags = next(line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")).split()
+    except (OSError, StopIteration):
+        return True
+    return not {"avx512_vnni", "avx_vnni"} & set(flags)
 
 
 def _installed_twice() -> str | None:

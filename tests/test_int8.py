@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
+from clef_export.cpu import int8_product
 from clef_export.int8 import hadamard, hadamard_block
 from clef_export.pipeline import export
 from clef_export.precision import Precision
@@ -18,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from clef_trt import Clef, ExportError
 from clef_trt.answer import softmax
+from clef_trt.engine import products_saturate
 
 REQUESTS = 500
 
@@ -94,6 +97,7 @@ def zeroed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_zeros_in_the_weights_are_no_division_by_zero(zeroed: Path, tmp_path: Path) -> None:
     for precision in ("fp32", "int8"):
         export(zeroed, tmp_path / precision, precision=Precision(precision))
@@ -103,6 +107,7 @@ def test_zeros_in_the_weights_are_no_division_by_zero(zeroed: Path, tmp_path: Pa
         np.testing.assert_allclose(a, b, rtol=0, atol=0.5)
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_not_finite_is_refused(zeroed: Path, tmp_path: Path) -> None:
     weights = load_file(zeroed / "model.safetensors")
     weights["model.language_model.layers.1.mlp.up_proj.weight"][0, 0] = float("inf")
@@ -113,11 +118,11 @@ def test_a_weight_that_is_not_finite_is_refused(zeroed: Path, tmp_path: Path) ->
         export(tmp_path, tmp_path / "bundle", precision=Precision("int8"))
 
 
-def test_the_products_of_codes_are_exact_at_their_extremes() -> None:
-    """Processors without 8-bit dot products saturate at 127 * 255 + 127 * 255; the engine asks for exact ones."""
-    import onnxruntime
-    from clef_export.cpu import int8_product
-
+@pytest.mark.parametrize("exact", ["0", "1"])
+def test_products_of_codes_at_their_extremes_are_exact(exact: str) -> None:
+    """Processors without VNNI saturate at 255 * 127 + 255 * 127, unless they are asked for exact products."""
+    if exact == "0" and products_saturate():
+        pytest.skip("this CPU has no VNNI: the engine asks for exact products")
     names = ["codes", "row_scales", "weight", "weight_scales"]
     codes, weight = np.full((1, 64, 512), 255, np.uint8), np.full((512, 64), 127, np.int8)
     values = [codes, np.ones((1, 64, 1), np.float32), weight, np.ones(64, np.float32)]
@@ -132,8 +137,35 @@ def test_the_products_of_codes_are_exact_at_their_extremes() -> None:
     opsets = [helper.make_opsetid(*opset) for opset in (("", 23), ("clef", 1), ("com.microsoft", 1))]
     model = helper.make_model(graph, opset_imports=opsets, functions=[int8_product()], ir_version=10)
     options = onnxruntime.SessionOptions()
-    options.add_session_config_entry("session.x64quantprecision", "1")
+    options.add_session_config_entry("session.x64quantprecision", exact)
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    feeds = {n: v for n, v in zip(names, values, strict=True) if n != "weight"}
-    (found,) = session.run(None, feeds)
+    (found,) = session.run(None, {n: v for n, v in zip(names, values, strict=True) if n != "weight"})
     assert (found == 512 * 127 * 127).all()
+
+
+@pytest.mark.parametrize(
+    ("flags", "saturate"),
+    [("avx2 fma", True), ("avx512f avx512bw", True), ("avx2 avx_vnni", False), ("avx512_vnni", False)],
+)
+def test_exact_products_are_asked_for_where_others_saturate(
+    flags: str, saturate: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: sse2 {flags}\n")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert products_saturate(tmp_path / "cpuinfo") == saturate
+    assert products_saturate(tmp_path / "missing")
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert not products_saturate(tmp_path / "cpuinfo")
+
+
+@pytest.mark.slow
+def test_exact_products_are_said_and_change_no_answer(
+    outliers: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = random_requests(1, seed=4)[0]
+    fast = Clef.load(outliers["int8"])
+    monkeypatch.setattr("clef_trt.engine.products_saturate", lambda: True)
+    exact = Clef.load(outliers["int8"])
+    assert "VNNI" in exact.engine.info()["int8"]
+    for a, b in zip(fast.logits([request])[0], exact.logits([request])[0], strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
