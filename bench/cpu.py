@@ -23,7 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import SHAPES, machine_card, make_release, random_record, resident_mb, summary
+
+from clef_trt.benchmark.machine import machine_card, resident_mb
+from clef_trt.benchmark.models import make_release, read_shape, shapes
+from clef_trt.benchmark.spread import summary
 
 CASES = [(128, 1, 7), (512, 1, 7), (2048, 1, 5), (8192, 1, 2), (128, 8, 5)]  # tokens, batch, runs
 GROWTH = [128, 256, 512, 1024, 2048, 4096, 8192, 16384]
@@ -44,6 +47,23 @@ def prepare(shape: str, work: Path) -> tuple[Path, dict[str, Path]]:
             print(f"exporting {name}", file=sys.stderr)
             export(release, folder, precision=Precision(name))
     return release, bundles
+
+
+def random_record(tokens: int, vocabulary: int, seed: int, questions: int = 2, options: int = 4) -> Any:
+    """An encoding of random token ids, with its questions and options of three tokens each at its end."""
+    from clef_trt.types import EncodedQuestion, Encoding
+
+    ids = np.random.default_rng(seed).integers(0, vocabulary, tokens)
+    names = tuple(str(option) for option in range(options))
+    start = tokens - 3 * questions * (options + 1)
+    if start < 0:
+        raise SystemExit(f"{questions} questions of {options} options do not fit into {tokens} tokens")
+    asked = []
+    for number in range(questions):
+        first = start + 3 * number * (options + 1)
+        spans = tuple((first + 3 * i, first + 3 * i + 3) for i in range(options + 1))
+        asked.append(EncodedQuestion(f"q{number}", "choice", spans[0], spans[1:], names))
+    return Encoding(ids, tuple(asked), 0)
 
 
 def ours(bundle: Path, threads: int, profile: str | None = None) -> Callable[[list[Any]], Any]:
@@ -136,14 +156,18 @@ def grow(bundle: Path, threads: int, vocabulary: int, tokens: int) -> dict[str, 
 def main() -> None:
     """Print tables and, where asked, write one JSON object and a plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="0.8b", choices=[path.stem for path in SHAPES.glob("*.json")])
+    parser.add_argument("--shape", default="0.8b", choices=sorted(shapes()))
     parser.add_argument("--work", type=Path)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--compare-up-to", metavar="TOKENS", type=int, default=8192, help="of a pass, in the comparison"
+    )
+    parser.add_argument("--grow-up-to", metavar="TOKENS", type=int, default=16384, help="the longest record of growth")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--grow", nargs=2, metavar=("BUNDLE", "TOKENS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    vocabulary = json.loads((SHAPES / f"{options.shape}.json").read_text())["config"]["text_config"]["vocab_size"]
+    vocabulary = read_shape(options.shape)[0]["text_config"]["vocab_size"]
     if options.grow:
         print(json.dumps(grow(Path(options.grow[0]), options.threads, vocabulary, int(options.grow[1]))))
         return
@@ -156,7 +180,7 @@ def main() -> None:
         growth = {name: grown(options, bundle) for name, bundle in bundles.items()}
         systems = {f"eager {name}": eager(release, name) for name in ("float32", "bfloat16")}
         systems |= {f"ours {name}": ours(bundle, options.threads) for name, bundle in bundles.items()}
-        rows = compare(systems, vocabulary, CASES)
+        rows = compare(systems, vocabulary, [case for case in CASES if case[0] <= options.compare_up_to])
     card = machine_card(__doc__.splitlines()[0], "torch", "transformers", "onnxruntime") | {
         "shape": options.shape,
         "threads": options.threads,
@@ -171,7 +195,7 @@ def main() -> None:
 def grown(options: argparse.Namespace, bundle: Path) -> list[dict[str, Any]]:
     """`grow` for every length, each in a process of its own."""
     rows = []
-    for tokens in GROWTH:
+    for tokens in (length for length in GROWTH if length <= options.grow_up_to):
         command = [sys.executable, __file__, "--shape", options.shape, "--threads", str(options.threads)]
         run = subprocess.run([*command, "--grow", str(bundle), str(tokens)], check=True, capture_output=True, text=True)
         rows.append(json.loads(run.stdout))

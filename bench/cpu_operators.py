@@ -24,9 +24,12 @@ import onnxruntime
 from clef_export.config import TextConfig, parse_config
 from clef_export.cpu import int8_product, linear_attention, row_codes, turned_row_codes
 from clef_export.int8 import hadamard
-from common import SHAPES, machine_card, random_record, resident_mb, summary
+from cpu import random_record
 from onnx import numpy_helper, parser
 
+from clef_trt.benchmark.machine import machine_card, resident_mb
+from clef_trt.benchmark.models import read_shape
+from clef_trt.benchmark.spread import summary
 from clef_trt.functions import causal_attention, gated_delta_rule
 
 Feeds = dict[str, np.ndarray]
@@ -285,8 +288,7 @@ def main() -> None:
     if options.setting:
         print(json.dumps(one_setting(options.bundle, options.setting, options.tokens)))
         return
-    shape = json.loads((SHAPES / "0.8b.json").read_text())
-    config = parse_config(shape["config"], shape["joint_head_config"]).text
+    config = parse_config(*read_shape("0.8b")).text
     hidden, inner = config.hidden_size, config.intermediate_size
     channels = 2 * config.linear_num_key_heads * config.linear_key_head_dim
     channels += config.linear_num_value_heads * config.linear_value_head_dim

@@ -20,7 +20,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from common import SHAPES, machine_card, make_release, resident_mb
+from clef_trt.benchmark.machine import machine_card, resident_mb
+from clef_trt.benchmark.models import make_release, shapes
 
 # Numbers in the published files: backbone (layers, norm, both embeddings, vision) and joint head.
 PUBLISHED_PARAMETERS = {"9b": 9_409_813_744 + 121_762_820}
@@ -114,7 +115,7 @@ def measure(shape: str, layout: str, precision: str) -> dict[str, Any]:
 def main() -> None:
     """Print a card, a table and, where asked, one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["9b", "27b"], choices=[p.stem for p in SHAPES.glob("*.json")])
+    parser.add_argument("--shapes", nargs="+", default=["9b", "27b"], choices=sorted(shapes()))
     parser.add_argument("--precisions", nargs="+", default=["fp32"], choices=["fp32", "bf16", "fp8"])
     parser.add_argument("--layouts", nargs="+", default=["folder", "hub cache"], choices=["folder", "hub cache"])
     parser.add_argument("--json", type=Path)

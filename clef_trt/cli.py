@@ -1,4 +1,4 @@
-"""The command line. Here are decide and info; the commands that make and judge bundles are in `make`."""
+"""The command line. Here are decide and info; eval is in `evaluate`, what makes and judges bundles in `make`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import __version__, make
+from . import __version__, benchmark, evaluate, make
 from .answer import CONFIDENCES
 from .bundle import open_bundle
 from .clef import TRUNCATIONS
@@ -44,6 +44,8 @@ def parser() -> argparse.ArgumentParser:
     commands = result.add_subparsers(required=True, metavar="COMMAND")
 
     make.add_commands(commands)
+    evaluate.add_command(commands)
+    benchmark.add_command(commands)
 
     decide = commands.add_parser("decide", help="answer one request")
     make.add_bundle(decide)

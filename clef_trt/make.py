@@ -81,7 +81,7 @@ def load(options: Options, **settings: Any) -> Clef:
 
 
 def _export(options: Options) -> None:
-    pipeline, precision, ranges = (_export_module(name) for name in ("pipeline", "precision", "ranges"))
+    pipeline, precision, ranges = (export_module(name) for name in ("pipeline", "precision", "ranges"))
     measured = None if options.ranges is None else ranges.read_ranges(options.ranges)
     manifest = pipeline.export(
         options.release,
@@ -96,7 +96,7 @@ def _export(options: Options) -> None:
 
 def _ranges(options: Options) -> None:
     requests = samples.path() if str(options.requests) == "-" else options.requests
-    module = _export_module("collect")
+    module = export_module("collect")
     found = module.run_ranges(options.release, requests, options.target, options.device, progress(), options.dtype)
     print(f"{options.target}: {len(found.activations)} activations over {found.tokens:,} tokens")
 
@@ -119,7 +119,7 @@ def _verify(options: Options) -> None:
         print("every file has its recorded SHA-256")
     if options.reference is None and options.against is None:
         return
-    module = _export_module("verify")
+    module = export_module("verify")
     limits = _limits(module, options)
     requests = samples.requests() if options.requests is None else _json_lines(options.requests)
     with _judged(options) as clef:
@@ -134,7 +134,7 @@ def _judged(options: Options) -> Clef:
     """The bundle to verify, its control tokens read as the reference reads them."""
     if not options.emulate:
         return load(options, control_tokens="reference")
-    emulated_engine = _export_module("emulate").emulated_engine
+    emulated_engine = export_module("emulate").emulated_engine
     bundle = open_bundle(options.bundle, options.weights)
     model = bundle.manifest.model
     encoder = Encoder(bundle.path("tokenizer.json"), "reference", model.control_tokens)
@@ -156,8 +156,8 @@ def _limits(module: Any, options: Options) -> Any:
 
 
 def _demo(_: Options) -> None:
-    random_release = _export_module("random_release")
-    run_export = _export_module("pipeline").export
+    random_release = export_module("random_release")
+    run_export = export_module("pipeline").export
     with tempfile.TemporaryDirectory() as folder:
         release, bundle = Path(folder) / "release", Path(folder) / "bundle"
         config, head = random_release.small_config()
@@ -180,7 +180,7 @@ def _demo(_: Options) -> None:
     print("  clef-trt export Cloudflare/clef-flash clef-flash.bundle")
 
 
-def _export_module(name: str) -> Any:
+def export_module(name: str) -> Any:
     """A module of the export package, which needs torch."""
     try:
         return importlib.import_module(f"clef_export.{name}")
