@@ -27,6 +27,8 @@ bench: .venv/.test
 	$(BIN)/python bench/host.py
 	$(BIN)/python bench/media.py
 	$(BIN)/python bench/memory.py
+	$(BIN)/python bench/cpu_operators.py
+	$(BIN)/python bench/cpu.py
 	$(BIN)/python bench/full_size_export.py
 
 # Stamps, so that an environment is made once and again when what it is made from changes.
