@@ -25,8 +25,10 @@ LARGE = re.compile(
     r"(mlp\.(gate|up|down)_proj|self_attn\.[qkvo]_proj|linear_attn\.(in_proj_qkv|in_proj_z|out_proj))/MatMul"
 )
 LARGE_LINEARS = {"narrow": 50, "odd": 26}
-# The delta rule between its casts: what `_delta_rule` and `parallel_delta_rule` name, each inlined with a suffix.
-STATE_PATH = re.compile(r"node_of_(kk|ax\d|xax\d|u|w|qk|kw|b0|b_carried\d|m\d|ws|out_state|out_chunk|total)(__\d+)?$")
+# The delta rule between its casts: names in `chunked_delta_rule` and `parallel_delta_rule`, inlined with a suffix.
+STATE_PATH = re.compile(
+    r"GatedDeltaRule/(kk|ax\d|xax\d|u|w|qk|kw|b0|b_carried\d|m\d|ws|out_state|out_chunk|total)(__\d+(_\d+)?)?$"
+)
 MAX_TOKENS = 256
 
 
@@ -74,8 +76,11 @@ def test_types_of_the_text_network(precise: dict[tuple[str, str], Path], release
     state_path = [layer for layer in layers if STATE_PATH.match(layer.name)]
     assert len(state_path) > 20
     assert {kind for layer in state_path for kind in (layer.inputs[0], *layer.outputs)} == {"FLOAT"}
-    # No product is left in float32 but those of the delta rule.
-    assert {layer.name for layer in products if "FLOAT" in layer.inputs} <= {layer.name for layer in state_path}
+    scorer = [layer for layer in products if layer.name.startswith("head.residual_scorer.")]
+    assert [layer.inputs for layer in scorer] == [("FLOAT", "FLOAT")] * 2
+    # No product is left in float32 but those of the delta rule and of the head's scorer.
+    islands = {layer.name for layer in (*state_path, *scorer)}
+    assert {layer.name for layer in products if "FLOAT" in layer.inputs} <= islands
     # Statistics of norms, L2 norms and whatever else is summed or averaged.
     reduced = [layer for layer in layers if layer.type in ("REDUCE", "CUMULATIVE", "SOFTMAX")]
     assert {layer.inputs[0] for layer in reduced} == {"FLOAT"}
