@@ -150,7 +150,7 @@ class OnnxRuntimeEngine:
 def products_saturate(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether ONNX Runtime's products of uint8 and int8 overflow 16 bits: on x86 without VNNI instructions.
 
-    Asked for exact products, it takes slower ones on any x86, so that it must be asked only where they are needed.
+    Asked for exact products, it took slower ones on a CPU with VNNI too, so it is asked only where they are needed.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return False
