@@ -185,9 +185,25 @@ def _tiling(length: str) -> str:
         tile_pads = Concat <axis = 0> (zero, missing)"""
 
 
-def causal_attention() -> onnx.FunctionProto:
-    """`operators.causal_attention`, one tile of queries at a time over the keys that tile can see."""
-    body = f"""
+def causal_attention(continued: bool = False) -> onnx.FunctionProto:
+    """`operators.causal_attention`, one tile of queries at a time over the keys that tile can see.
+
+    `continued`: ContinuedAttention, which has the keys and values [B, Hkv, P, D] of P tokens before the first query as
+    further inputs and all P + S of them as further outputs.
+    """
+    if continued:
+        past = """
+        next_keys = Concat <axis = 2> (past_keys, key)
+        next_values = Concat <axis = 2> (past_values, value)
+        key_float = Cast <to = 1> (next_keys)
+        value_float = Cast <to = 1> (next_values)
+        past_length = Shape <start = 2, end = 3> (past_keys)"""
+    else:
+        past = """
+        key_float = Cast <to = 1> (key)
+        value_float = Cast <to = 1> (value)
+        past_length = Constant <value_ints = [0]> ()"""
+    body = f"""{past}
         batch = Shape <start = 0, end = 1> (key)
         key_heads = Shape <start = 1, end = 2> (key)
         heads = Shape <start = 1, end = 2> (query)
@@ -199,8 +215,6 @@ def causal_attention() -> onnx.FunctionProto:
         dim_float = Cast <to = 1> (dim)
         root = Sqrt(dim_float)
         query_float = Cast <to = 1> (query)
-        key_float = Cast <to = 1> (key)
-        value_float = Cast <to = 1> (value)
         scaled = Div(query_float, root)
         padded = Pad(scaled, tile_pads, , two)
         split_shape = Concat <axis = 0> (batch, key_heads, group, tiles, tile, dim)
@@ -212,18 +226,21 @@ def causal_attention() -> onnx.FunctionProto:
         zero_scalar = Constant <value_int = 0> ()
         one_scalar = Constant <value_int = 1> ()
         tile_scalar = Squeeze(tile)
-        tiled_scalar = Squeeze(tiled)
-        starts = Range(zero_scalar, tiled_scalar, tile_scalar)
+        end_of_tiles = Add(past_length, tiled)
+        first_scalar = Squeeze(past_length)
+        end_scalar = Squeeze(end_of_tiles)
+        starts = Range(first_scalar, end_scalar, tile_scalar)
         places = Range(zero_scalar, tile_scalar, one_scalar)
         place_column = Unsqueeze(places, one)
-        length_scalar = Squeeze(length)
+        key_length = Add(past_length, length)
+        key_length_scalar = Squeeze(key_length)
         masked = Constant <value_float = {MASKED}> ()
         unmasked = Constant <value_float = 0.0> ()
         outputs = Scan <num_scan_inputs = 2, body = one_tile (
             int64[] start, float[] query_tile
         ) => (float[] attended) {{
             reach = Add(start, tile_scalar)
-            end = Min(reach, length_scalar)
+            end = Min(reach, key_length_scalar)
             end_axis = Reshape(end, one)
             visible_keys = Slice(key_float, zero, end_axis, two)
             visible_values = Slice(value_float, zero, end_axis, two)
@@ -248,7 +265,10 @@ def causal_attention() -> onnx.FunctionProto:
         joined = Reshape(by_head, joined_shape)
         cut = Slice(joined, zero, length, two)
         output = CastLike(cut, query)"""
-    return function("CausalAttention", "query, key, value", body)
+    if not continued:
+        return function("CausalAttention", "query, key, value", body)
+    inputs, outputs = "query, key, value, past_keys, past_values", "output, next_keys, next_values"
+    return function("ContinuedAttention", inputs, body, outputs=outputs)
 
 
 def masked_attention() -> onnx.FunctionProto:

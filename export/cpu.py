@@ -5,23 +5,25 @@ from __future__ import annotations
 import numpy as np
 import onnx
 
-from clef_trt.functions import function, general_functions
+from clef_trt.functions import causal_attention, function, general_functions
 
 from .config import TextConfig
 from .int8 import CODES
+from .tiles import tile_functions
 
 MICROSOFT = "com.microsoft"
 
 
 def cpu_functions(config: TextConfig) -> list[onnx.FunctionProto]:
-    """The bodies that float32 and int8 graphs carry; those of one operator replace the general one."""
-    own = [linear_attention(config), row_codes(), turned_row_codes(), int8_product()]
-    names = {body.name for body in own}
-    return [*(body for body in general_functions() if body.name not in names), *own]
+    """The bodies that float32 and int8 graphs carry, their backbone being a loop over tiles of tokens (`tiles`)."""
+    backbone = [linear_attention(config), causal_attention(continued=True), *tile_functions()]
+    return [*general_functions(), *backbone, row_codes(), turned_row_codes(), int8_product()]
 
 
 def linear_attention(config: TextConfig) -> onnx.FunctionProto:
-    """`operators.gated_delta_rule` as ONNX Runtime's LinearAttention: token by token, with the state in the cache.
+    """ContinuedDeltaRule as ONNX Runtime's LinearAttention: token by token, with the state in the cache.
+
+    `operators.gated_delta_rule` from a state float32 [B, Hv, Dk, Dv], which is a further input and output.
 
     It takes the heads as they lie in memory, where the chunked form has to transpose everything twice. L2 norms are RMS
     norms: x / sqrt(sum x² + e) = x / sqrt(mean x² + e/D) / sqrt(D).
@@ -35,8 +37,8 @@ def linear_attention(config: TextConfig) -> onnx.FunctionProto:
             {0}_packed = Reshape({0}_heads, packed)"""
     pack = "\n            {0}_packed = Reshape({0}_normed, packed)"
     return function(
-        "GatedDeltaRule",
-        "query, key, value, decay, beta",
+        "ContinuedDeltaRule",
+        "query, key, value, decay, beta, state",
         f"""
             packed = Constant <value_ints = [0, 0, -1]> ()
             head_axis = Constant <value_ints = [3]> ()
@@ -45,15 +47,16 @@ def linear_attention(config: TextConfig) -> onnx.FunctionProto:
             key_normed = RMSNormalization <axis = -1, epsilon = {1e-6 / key_dim}> (key, key_scale)
             {"".join((repeat if group > 1 else pack).format(name) for name in ("query", "key"))}
             value_packed = Reshape(value, packed)
-            output_packed, state = {MICROSOFT}.LinearAttention <
+            output_packed, next_state = {MICROSOFT}.LinearAttention <
                 q_num_heads = {value_heads}, kv_num_heads = {value_heads}, scale = 1.0, update_rule = "gated_delta"
-            > (query_packed, key_packed, value_packed, , decay, beta)
+            > (query_packed, key_packed, value_packed, state, decay, beta)
             heads = Constant <value_ints = [0, 0, {value_heads}, {value_dim}]> ()
             output = Reshape(output_packed, heads)""",
         {
             "query_scale": np.full(key_dim, 1 / key_dim, np.float32),
             "key_scale": np.full(key_dim, key_dim**-0.5, np.float32),
         },
+        outputs="output, next_state",
         imports={MICROSOFT: 1},
     )
 

@@ -34,6 +34,7 @@ from .config import ReleaseConfig, read_json
 from .cpu import cpu_functions
 from .precision import Precision, check_precision, quantise, quantised_linears
 from .release import Release, open_release
+from .tiles import loop_over_tiles
 from .trace import checkpoint_name, model_sizes, trace_text, trace_vision, vision_checkpoint_name
 from .weights import copied, fill_parameters, stored_as
 from .write import file_records, new_bundle, write_manifest
@@ -115,6 +116,8 @@ def export(
             name, model = plan.contract.name, models[plan.contract.name]
             names = [str(value.name) for value in _weights(model, plan)]
             fill_parameters(model, {parameter: tensors[plan.checkpoint_name(parameter)] for parameter in names})
+            if on_cpu and plan.contract is TEXT:
+                loop_over_tiles(model)
             graphs[name] = _write_graph(model, plan.contract, folder / f"{name}.onnx", shapes[name], bodies)
         for file in COPIED_FILES:
             shutil.copyfile(release.folder / file, folder / file)
@@ -215,7 +218,7 @@ def _write_graph(
 ) -> GraphRecord:
     """Serialise with those of the bodies that it uses attached, and let ONNX check it."""
     proto = ir.to_proto(model)
-    used = {node.op_type for node in model.graph if node.domain == DOMAIN}
+    used = {node.op_type for node in model.graph.all_nodes() if node.domain == DOMAIN}
     proto.functions.extend(body for body in bodies if body.name in used)
     known = {opset.domain for opset in proto.opset_import}
     wanted = {(opset.domain, opset.version) for body in proto.functions for opset in body.opset_import}

@@ -59,14 +59,16 @@ def test_axes_are_dynamic_and_named(bundles: dict[str, Path]) -> None:
 
 def test_operators_stay_whole(bundles: dict[str, Path]) -> None:
     model = graph_of(bundles["narrow"])
-    kinds = [node.op_type for node in model.graph.node if node.domain == "clef"]
-    assert kinds.count("GatedDeltaRule") == 6
-    assert kinds.count("CausalAttention") == 2
+    (loop,) = [node for node in model.graph.node if node.op_type == "Loop"]
+    (body,) = [attribute.g for attribute in loop.attribute]
+    kinds = [node.op_type for node in [*model.graph.node, *body.node] if node.domain == "clef"]
+    assert kinds.count("ContinuedDeltaRule") == 6
+    assert kinds.count("ContinuedAttention") == 2
     assert kinds.count("MaskedAttention") == 2 + 2 * 4
     assert {function.name for function in model.functions} == set(kinds)
     vision = graph_of(bundles["narrow"], "vision")
     assert [node.op_type for node in vision.graph.node if node.domain == "clef"] == ["FullAttention"] * 3
-    assert sum(node.op_type == "RMSNormalization" for node in model.graph.node) == 2 * 8 + 2 * 2 + 6 + 1
+    assert sum(node.op_type == "RMSNormalization" for node in body.node) == 2 * 8 + 2 * 2 + 6 + 1
 
 
 @pytest.mark.parametrize("graph", ["text", "vision"])
@@ -138,16 +140,17 @@ def test_one_seed_makes_one_release(tmp_path: Path) -> None:
 
 
 def run_function(
-    name: str, inputs: list[torch.Tensor], functions: list[onnx.FunctionProto] | None = None
+    name: str, inputs: list[torch.Tensor], functions: list[onnx.FunctionProto] | None = None, outputs: int = 1
 ) -> np.ndarray:
-    """One `clef` operator alone in a graph, on ONNX Runtime."""
+    """The first output of one `clef` operator alone in a graph, on ONNX Runtime."""
     functions = functions or general_functions()
     names = [f"x{i}" for i in range(len(inputs))]
     values = [
         helper.make_tensor_value_info(n, TensorProto.FLOAT, [None] * x.ndim) for n, x in zip(names, inputs, strict=True)
     ]
     output = helper.make_tensor_value_info("y", TensorProto.FLOAT, [None] * 4)
-    graph = helper.make_graph([helper.make_node(name, names, ["y"], domain="clef")], "g", values, [output])
+    results = ["y", *(f"y{i}" for i in range(1, outputs))]
+    graph = helper.make_graph([helper.make_node(name, names, results, domain="clef")], "g", values, [output])
     opsets = [helper.make_opsetid(*opset) for opset in (("", 23), ("clef", 1), ("com.microsoft", 1))]
     model = helper.make_model(graph, opset_imports=opsets, functions=functions, ir_version=10)
     onnx.checker.check_model(model)
@@ -201,7 +204,12 @@ def test_the_delta_rule_is_its_definition(
         run_function("GatedDeltaRule", inputs),
         run_function("GatedDeltaRule", inputs, [parallel_delta_rule(max_tokens=length)]),
         run_function("GatedDeltaRule", inputs, [parallel_delta_rule(max_tokens=4096)]),
-        run_function("GatedDeltaRule", inputs, [linear_attention(shape)]),
+        run_function(
+            "ContinuedDeltaRule",
+            [*inputs, torch.zeros(batch, value_heads, key_dim, value_dim)],
+            [linear_attention(shape)],
+            outputs=2,
+        ),
     ):
         np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
 
