@@ -70,8 +70,7 @@ def section(file: Path, result: dict[str, Any]) -> str:
     parts += ["**Opening and cold start**\n", table(*present.cold_start(result["systems"]))]
     for entry in result["profile"] or ():
         if entry["reason"] is None:
-            where = f"{entry['system']}, {entry['workload']}, {entry['turn_ms']:.1f} ms a turn"
-            parts += [f"**Where the time goes: {where}**\n", table(*present.operators(entry))]
+            parts += [f"**Where the time goes: {present.profiled(entry)}**\n", table(*present.operators(entry))]
     parts.append("\n".join(f"- {line.strip()}" for line in present.not_measured(result)[1:]))
     shown = [f"- {name}: {present.told(value)}" for name, value in card.items() if name not in ("what", "date")]
     parts.append("\n".join(["<details><summary>Card</summary>\n", *shown, "\n</details>\n"]))

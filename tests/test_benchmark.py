@@ -357,6 +357,9 @@ def test_figures_of_a_run(result: tuple[dict[str, Any], Path]) -> None:
     kinds = {row["operator"]: row for row in profiled["onnxruntime-fp32"]["operators"]}
     assert kinds["MatMul (linears)"]["times_floor"] > 1
     assert sum(row["share"] for row in kinds.values()) == pytest.approx(1, abs=0.01)
+    for precision in ("fp32", "int8"):
+        entry = profiled[f"onnxruntime-{precision}"]
+        assert 0.5 * entry["turn_ms"] < entry["backbone_ms"] < entry["turn_ms"]
 
 
 @pytest.mark.slow

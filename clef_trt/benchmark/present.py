@@ -106,9 +106,18 @@ def profile_parts(entries: Sequence[Row]) -> list[str]:
     for entry in entries:
         if entry["reason"] is not None:
             continue
-        parts.append(f"\nprofile of {entry['system']}, {entry['workload']}: {entry['turn_ms']:.2f} ms a turn")
+        parts.append(f"\nprofile of {profiled(entry)}")
         parts.append(aligned(*operators(entry)))
     return parts
+
+
+def profiled(entry: Row) -> str:
+    """What a profile is of, and how a turn divides into backbone and head."""
+    line = f"{entry['system']}, {entry['workload']}: {entry['turn_ms']:.2f} ms a turn"
+    backbone_ms = entry["backbone_ms"]
+    if backbone_ms is None:
+        return line
+    return f"{line}, {backbone_ms:.2f} of them the backbone and {entry['turn_ms'] - backbone_ms:.2f} the head"
 
 
 def operators(entry: Row) -> tuple[list[str], list[list[str]]]:
