@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import warnings
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ from clef_trt.benchmark.spread import summary
 
 CASES = [(128, 1, 7), (512, 1, 7), (2048, 1, 5), (8192, 1, 2), (128, 8, 5)]  # tokens, batch, runs
 GROWTH = [128, 256, 512, 1024, 2048, 4096, 8192, 16384]
+TURNS = 2  # of growth, after a warm-up
 PRECISIONS = ("fp32", "int8")
 
 
@@ -122,39 +124,56 @@ def compare(
     return rows
 
 
-def grow(bundle: Path, threads: int, vocabulary: int, tokens: int) -> dict[str, Any]:
-    """One length in this process: microseconds per token by kind of operator, full attention apart, and memory."""
+def grow(bundle: Path, threads: int, vocabulary: int, lengths: list[int]) -> list[dict[str, Any]]:
+    """A row per length: time per token with and without full attention, by kind of operator, and memory.
+
+    The lengths take turns, in ascending order, so that a drift of the machine meets all of them; memory is the peak
+    after the first pass of a length.
+    """
     with tempfile.TemporaryDirectory() as folder:
         run = ours(bundle, threads, profile=f"{folder}/profile")
         opened_mb = resident_mb()
-        records = [random_record(tokens, vocabulary, 0)]
-        taken = []
-        for _ in range(4 if tokens <= 2048 else 2):
-            start = time.perf_counter()
-            run(records)
-            taken.append(time.perf_counter() - start)
+        records = {tokens: [random_record(tokens, vocabulary, 0)] for tokens in lengths}
+        peaks_mb, ran = {}, []
+        for turn in range(TURNS + 1):
+            for tokens in lengths:
+                run(records[tokens])
+                ran.append((turn, tokens))
+                peaks_mb.setdefault(tokens, resident_mb())
         events = json.loads(Path(run.engine.end_profiling()).read_text())  # type: ignore[attr-defined]
-    first = [event["ts"] for event in events if event["name"] == "model_run"][1]
-    passes = len(taken) - 1
-    kinds: Counter[str] = Counter()
-    attention = 0.0
+    passes = sorted((event for event in events if event["name"] == "model_run"), key=lambda event: event["ts"])
+    starts = [event["ts"] for event in passes]
+    attention_us = [0.0] * len(passes)
+    kinds: dict[int, Counter[str]] = {tokens: Counter() for tokens in lengths}
     for event in events:
-        if event["cat"] == "Node" and event["name"].endswith("_kernel_time") and event["ts"] >= first:
-            each = event["dur"] / passes / tokens
+        if event["cat"] == "Node" and event["name"].endswith("_kernel_time"):
+            number = bisect_right(starts, event["ts"]) - 1
             # The nodes of an operator's body are named by it; those within its Scan have no name of their own.
-            attention += each if "ContinuedAttention/" in event["name"] else 0
-            if event["args"]["op_name"] not in ("Loop", "Scan"):  # what they hold is counted by itself
-                kinds[event["args"]["op_name"]] += each
-    seconds = float(np.median(taken[1:]))
-    return {
-        "tokens": tokens,
-        "seconds": round(seconds, 3),
-        "us_per_token": round(seconds * 1e6 / tokens, 1),
-        "us_per_token_outside_attention": round(seconds * 1e6 / tokens - attention, 1),
-        "us_per_token_by_operator": {kind: round(value, 1) for kind, value in kinds.most_common(14)},
-        "opened_mb": opened_mb,
-        "peak_mb": resident_mb(),
-    }
+            attention_us[number] += event["dur"] if "ContinuedAttention/" in event["name"] else 0
+            turn, tokens = ran[number]
+            if turn and event["args"]["op_name"] not in ("Loop", "Scan"):  # what they hold is counted by itself
+                kinds[tokens][event["args"]["op_name"]] += event["dur"] / TURNS / tokens
+    rows: list[dict[str, Any]] = []
+    outside: dict[int, np.ndarray] = {}
+    for tokens in lengths:
+        mine = [number for number, (turn, length) in enumerate(ran) if turn and length == tokens]
+        whole = np.array([passes[number]["dur"] for number in mine], float)
+        outside[tokens] = whole - np.array([attention_us[number] for number in mine])
+        row = {
+            "tokens": tokens,
+            "us_per_token": round(float(np.median(whole)) / tokens, 1),
+            "us_per_token_outside_attention": round(float(np.median(outside[tokens])) / tokens, 1),
+            "us_per_further_token_outside_attention": None,
+            "us_per_token_by_operator": {kind: round(value, 1) for kind, value in kinds[tokens].most_common(14)},
+            "opened_mb": opened_mb,
+            "peak_mb": peaks_mb[tokens],
+        }
+        if rows:
+            before = rows[-1]["tokens"]
+            further = (outside[tokens] - outside[before]) / (tokens - before)
+            row["us_per_further_token_outside_attention"] = round(float(np.median(further)), 1)
+        rows.append(row)
+    return rows
 
 
 def main() -> None:
@@ -163,17 +182,16 @@ def main() -> None:
     parser.add_argument("--shape", default="0.8b", choices=sorted(shapes()))
     parser.add_argument("--work", type=Path)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--compare-up-to", metavar="TOKENS", type=int, default=8192, help="of a pass, in the comparison"
-    )
+    parser.add_argument("--compare", metavar="TOKENS", type=int, nargs="*", help="lengths compared (default: all)")
     parser.add_argument("--grow-up-to", metavar="TOKENS", type=int, default=16384, help="the longest record of growth")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--grow", nargs=2, metavar=("BUNDLE", "TOKENS"), help=argparse.SUPPRESS)
+    parser.add_argument("--grow", metavar="BUNDLE", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     vocabulary = read_shape(options.shape)[0]["text_config"]["vocab_size"]
     if options.grow:
-        print(json.dumps(grow(Path(options.grow[0]), options.threads, vocabulary, int(options.grow[1]))))
+        lengths = [length for length in GROWTH if length <= options.grow_up_to]
+        print(json.dumps(grow(options.grow, options.threads, vocabulary, lengths)))
         return
     import torch
 
@@ -184,7 +202,9 @@ def main() -> None:
         growth = {name: grown(options, bundle) for name, bundle in bundles.items()}
         systems = {f"eager {name}": eager(release, name) for name in ("float32", "bfloat16")}
         systems |= {f"ours {name}": ours(bundle, options.threads) for name, bundle in bundles.items()}
-        rows = compare(systems, vocabulary, [case for case in CASES if case[0] <= options.compare_up_to])
+        rows = compare(
+            systems, vocabulary, [case for case in CASES if options.compare is None or case[0] in options.compare]
+        )
     card = machine_card(__doc__.splitlines()[0], "torch", "transformers", "onnxruntime") | {
         "shape": options.shape,
         "threads": options.threads,
@@ -197,16 +217,17 @@ def main() -> None:
 
 
 def grown(options: argparse.Namespace, bundle: Path) -> list[dict[str, Any]]:
-    """`grow` for every length, each in a process of its own."""
-    rows = []
-    for tokens in (length for length in GROWTH if length <= options.grow_up_to):
-        command = [sys.executable, __file__, "--shape", options.shape, "--threads", str(options.threads)]
-        run = subprocess.run([*command, "--grow", str(bundle), str(tokens)], check=True, capture_output=True, text=True)
-        rows.append(json.loads(run.stdout))
-        row = rows[-1]
+    """`grow` in a process of its own, whose memory nothing else fills."""
+    command = [sys.executable, __file__, "--shape", options.shape, "--threads", str(options.threads)]
+    command += ["--grow-up-to", str(options.grow_up_to), "--grow", str(bundle)]
+    run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    rows: list[dict[str, Any]] = json.loads(run.stdout)
+    for row in rows:
+        further = row["us_per_further_token_outside_attention"]
         print(
-            f"{bundle.name} {tokens:6} tokens: {row['us_per_token']:8.1f} us a token, "
-            f"{row['us_per_token_outside_attention']:8.1f} outside attention, peak {row['peak_mb']} MB",
+            f"{bundle.name} {row['tokens']:6} tokens: {row['us_per_token']:8.1f} us a token; outside attention "
+            f"{row['us_per_token_outside_attention']:8.1f}, a further one {further or float('nan'):8.1f}; "
+            f"peak {row['peak_mb']} MB",
             flush=True,
         )
     return rows

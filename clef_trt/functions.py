@@ -188,21 +188,28 @@ def _tiling(length: str) -> str:
 def causal_attention(continued: bool = False) -> onnx.FunctionProto:
     """`operators.causal_attention`, one tile of queries at a time over the keys that tile can see.
 
-    `continued`: ContinuedAttention, which has the keys and values [B, Hkv, P, D] of P tokens before the first query as
-    further inputs and all P + S of them as further outputs.
+    `continued`: ContinuedAttention, after tokens whose keys and values [B, Hkv, …, D] come as two sequences of tensors,
+    further inputs; with those of this call they are further outputs.
     """
+    # A sequence shares its tensors from call to call, where one tensor that grows would be copied, and leave holes of
+    # every size in the engine's memory. Inference of shapes loses the rank of a sequence's tensors.
     if continued:
         past = """
-        next_keys = Concat <axis = 2> (past_keys, key)
-        next_values = Concat <axis = 2> (past_values, value)
-        key_float = Cast <to = 1> (next_keys)
-        value_float = Cast <to = 1> (next_values)
-        past_length = Shape <start = 2, end = 3> (past_keys)"""
+        next_keys = SequenceInsert(past_keys, key)
+        next_values = SequenceInsert(past_values, value)
+        of_four_axes = Constant <value_ints = [0, 0, 0, 0]> ()
+        joined_keys = ConcatFromSequence <axis = 2> (next_keys)
+        all_keys = Reshape(joined_keys, of_four_axes)
+        joined_values = ConcatFromSequence <axis = 2> (next_values)
+        all_values = Reshape(joined_values, of_four_axes)
+        key_float = Cast <to = 1> (all_keys)
+        value_float = Cast <to = 1> (all_values)
+        key_length = Shape <start = 2, end = 3> (all_keys)"""
     else:
         past = """
         key_float = Cast <to = 1> (key)
         value_float = Cast <to = 1> (value)
-        past_length = Constant <value_ints = [0]> ()"""
+        key_length = Shape <start = 2, end = 3> (key)"""
     body = f"""{past}
         batch = Shape <start = 0, end = 1> (key)
         key_heads = Shape <start = 1, end = 2> (key)
@@ -226,13 +233,13 @@ def causal_attention(continued: bool = False) -> onnx.FunctionProto:
         zero_scalar = Constant <value_int = 0> ()
         one_scalar = Constant <value_int = 1> ()
         tile_scalar = Squeeze(tile)
+        past_length = Sub(key_length, length)
         end_of_tiles = Add(past_length, tiled)
         first_scalar = Squeeze(past_length)
         end_scalar = Squeeze(end_of_tiles)
         starts = Range(first_scalar, end_scalar, tile_scalar)
         places = Range(zero_scalar, tile_scalar, one_scalar)
         place_column = Unsqueeze(places, one)
-        key_length = Add(past_length, length)
         key_length_scalar = Squeeze(key_length)
         masked = Constant <value_float = {MASKED}> ()
         unmasked = Constant <value_float = 0.0> ()

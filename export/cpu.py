@@ -83,16 +83,14 @@ def row_codes() -> onnx.FunctionProto:
 
 
 def turned_row_codes() -> onnx.FunctionProto:
-    """`row_codes` of x times a block-diagonal matrix, whose one block [C, C] is given; C divides K."""
+    """`row_codes` of x [B, S, K] times a block-diagonal matrix, whose one block [C, C] is given; C divides K."""
     turn = """
-            whole = Shape(activation)
+            kept = Constant <value_ints = [0, 0, -1]> ()
             channels = Shape <start = 0, end = 1> (matrix)
-            left = Shape <start = 0, end = -1> (activation)
-            rest = Constant <value_ints = [-1]> ()
-            by_block = Concat <axis = 0> (left, rest, channels)
+            by_block = Concat <axis = 0> (kept, channels)
             blocks = Reshape(activation, by_block)
             turned = MatMul(blocks, matrix)
-            x = Reshape(turned, whole)"""
+            x = Reshape(turned, kept)"""
     return function("TurnedRowCodes", "activation, matrix", turn + ROW_CODES, ZERO_POINT, outputs="codes, row_scales")
 
 

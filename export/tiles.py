@@ -79,15 +79,17 @@ def tile_functions() -> list[onnx.FunctionProto]:
 
 @dataclass(frozen=True)
 class State:
-    """What a node carries from one tile to the next: float32 [B, *sizes], zeros before the first tile."""
+    """What a node carries from tile to tile: float32 [B, *sizes], zeros at first, or a sequence that starts empty."""
 
     name: str
-    sizes: tuple[int, ...]
-    growing: int | None = None  # the axis (of [B, *sizes]) that a tile makes longer
+    sizes: tuple[int, ...] | None = None  # None: a sequence of tensors
 
-    @property
-    def shape(self) -> list[int | str | None]:
-        return ["batch", *(None if axis == self.growing else size for axis, size in enumerate(self.sizes, 1))]
+    def describe(self, value: ir.Value) -> None:
+        """Give a value its type and, where it has one, its shape."""
+        if self.sizes is None:
+            value.type = ir.SequenceType(ir.TensorType(ir.DataType.FLOAT))
+        else:
+            value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(["batch", *self.sizes])
 
 
 def loop_over_tiles(model: ir.Model) -> None:
@@ -102,8 +104,14 @@ def loop_over_tiles(model: ir.Model) -> None:
     _reshape_tiles(model, nodes, entries)
     place = next(use.node for use in hidden.uses())
 
-    def add(op: str, name: str, inputs: Sequence[ir.Value], outputs: Sequence[str] = ("output",)) -> list[ir.Value]:
-        node = _node(op, f"backbone/{name}", inputs, outputs, domain=DOMAIN)
+    def add(
+        op: str,
+        name: str,
+        inputs: Sequence[ir.Value],
+        outputs: Sequence[str] = ("output",),
+        domain: str = DOMAIN,
+    ) -> list[ir.Value]:
+        node = _node(op, f"backbone/{name}", inputs, outputs, domain=domain)
         graph.insert_before(place, node)
         return list(node.outputs)
 
@@ -121,18 +129,26 @@ def loop_over_tiles(model: ir.Model) -> None:
                 if value is entry:
                     node.replace_input_with(index, piece.outputs[0])
     graph.remove(nodes)
+    zeros: dict[tuple[int, ...] | None, ir.Value] = {}
     initial: list[ir.Value] = []
     starts: list[ir.Value] = []
     ends: list[ir.Value] = []
     for node in nodes:
         states = _states(node)
-        for state in states:
-            sizes = constant(model, f"{node.name}/{state.name}_sizes", ir.tensor(np.array(state.sizes, np.int64)))
-            initial += add("InitialState", f"{node.name}/initial_{state.name}", [embedded, sizes])
-        given = [_value(f"{node.name}/{state.name}", ir.DataType.FLOAT, state.shape) for state in states]
+        given = [ir.Value(name=f"{node.name}/{state.name}") for state in states]
+        for state, value in zip(states, given, strict=True):
+            state.describe(value)
+            if state.sizes not in zeros:
+                if state.sizes is None:
+                    (zeros[None],) = add("SequenceEmpty", "initial_sequence", [], domain="")
+                else:
+                    label = "_".join(map(str, state.sizes))
+                    sizes = constant(model, f"tiles/sizes_{label}", ir.tensor(np.array(state.sizes, np.int64)))
+                    (zeros[state.sizes],) = add("InitialState", f"initial_{label}", [embedded, sizes])
+            initial.append(zeros[state.sizes])
         replacement, next_states = _continued(model, node, given) if given else ([node], [])
-        for value, state in zip(next_states, states, strict=True):
-            value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(state.shape)
+        for state, value in zip(states, next_states, strict=True):
+            state.describe(value)
         inside += replacement
         starts += given
         ends += next_states
@@ -216,8 +232,7 @@ def _states(node: ir.Node) -> list[State]:
         (key_dim,), (value_heads, value_dim) = _shape(node, 1)[3:], _shape(node, 2)[2:]
         return [State("state", (value_heads, key_dim, value_dim))]
     if node.op_type == "CausalAttention":
-        _, heads, _, dim = _shape(node, 1)
-        return [State(name, (heads, 0, dim), growing=2) for name in ("keys", "values")]
+        return [State("keys"), State("values")]
     return []
 
 
