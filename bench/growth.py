@@ -29,7 +29,7 @@ from clef_trt.engine import OnnxRuntimeEngine
 from clef_trt.grid import vision_inputs
 
 TOKENS = 1024  # of a record, while its schema grows
-TURNS = 7
+TURNS = 5
 Axis = tuple[str, str, list[tuple[int, Tensors]]]  # what grows, graph, inputs by size
 
 

@@ -83,7 +83,8 @@ def backbone_ms(nodes: list[dict[str, Any]], passes: list[dict[str, Any]], turns
     ends = sorted(event["ts"] + event["dur"] for event in nodes if event["name"].startswith(LOOP))
     if len(ends) != len(passes):
         return None
-    return round(sum(end - event["ts"] for end, event in zip(ends, passes, strict=True)) / turns / 1e3, 3)
+    spent_us = float(sum(end - event["ts"] for end, event in zip(ends, passes, strict=True)))
+    return round(spent_us / turns / 1e3, 3)
 
 
 def operators(nodes: list[dict[str, Any]], turns: int, turn_us: float, peaks: dict[str, Any]) -> list[dict[str, Any]]:
