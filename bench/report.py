@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import device
+
 from clef_trt.benchmark import plots, present
 from clef_trt.benchmark.command import KIND
 from clef_trt.errors import MissingExtraError
@@ -37,12 +39,13 @@ def page(files: list[Path]) -> str:
     runs, others = [], []
     for file in files:
         result = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(result, dict) and result.get("kind") == KIND:
+        if isinstance(result, dict) and result.get("kind") in (KIND, device.KIND):
             runs.append((file, result))
         else:
             others.append((file, result))
     runs.sort(key=lambda run: run[1]["card"]["date"], reverse=True)
-    parts = [INTRODUCTION, *(section(file, result) for file, result in runs)]
+    sections = {KIND: section, device.KIND: device_section}
+    parts = [INTRODUCTION, *(sections[result["kind"]](file, result) for file, result in runs)]
     if others:
         lines = [f"- [{file.name}]({file.name}): {what(file, result)}" for file, result in others]
         parts.append("\n".join(["## Other measurements\n", *lines]) + "\n")
@@ -72,9 +75,34 @@ def section(file: Path, result: dict[str, Any]) -> str:
         if entry["reason"] is None:
             parts += [f"**Where the time goes: {present.profiled(entry)}**\n", table(*present.operators(entry))]
     parts.append("\n".join(f"- {line.strip()}" for line in present.not_measured(result)[1:]))
-    shown = [f"- {name}: {present.told(value)}" for name, value in card.items() if name not in ("what", "date")]
-    parts.append("\n".join(["<details><summary>Card</summary>\n", *shown, "\n</details>\n"]))
+    parts.append(folded_card(card))
     return "\n".join(part for part in parts if part)
+
+
+def device_section(file: Path, result: dict[str, Any]) -> str:
+    """One run of bench/device.py: what it ran on, its tables, and what was not measured."""
+    card, name = result["card"], (result["shape"] or {}).get("name", result["card"]["asked"]["shape"])
+    on = card.get("in_effect", {}).get("device") or "a machine that could not be told"
+    on = card["cpu"] if on == "cpu" else on
+    peaks = ", ".join(f"{name} {rate}" for name, rate in result["peaks_tflops"].items() if rate)
+    parts = [
+        f"## {card['date'][:10]}: ceilings and eager passes, {name}, on {on}\n",
+        f"[{file.name}]({file.name}); commit {card['commit']}{', changed since' * bool(card['changed_since_commit'])}; "
+        f"TFLOP/s of the floors: {peaks or present.UNKNOWN}.\n",
+    ]
+    for title, heads, rows in device.tables(result):
+        if rows:
+            parts += [f"**{title}**\n", table(heads, rows)]
+    parts.append("\n".join(f"- {line.strip()}" for line in device.missing(result)[1:]))
+    parts.append("Left out: " + "; ".join(result["left_out"]) + ".\n")
+    parts.append(folded_card(card))
+    return "\n".join(part for part in parts if part)
+
+
+def folded_card(card: dict[str, Any]) -> str:
+    """The card, shown where it is opened."""
+    shown = [f"- {name}: {present.told(value)}" for name, value in card.items() if name not in ("what", "date")]
+    return "\n".join(["<details><summary>Card</summary>\n", *shown, "\n</details>\n"])
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:
