@@ -30,6 +30,7 @@ bench: .venv/.test
 	$(BIN)/python bench/cpu_operators.py
 	$(BIN)/python bench/cpu.py
 	$(BIN)/python bench/full_size_export.py
+	$(BIN)/python bench/serve_load.py
 
 # Stamps, so that an environment is made once and again when what it is made from changes.
 .venv/.export: pyproject.toml constraints.txt

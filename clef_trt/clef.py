@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ from .answer import CONFIDENCES, response
 from .batch import PassLimits, collate, pass_sizes, plan_passes, split_logits
 from .bundle import Manifest, open_bundle
 from .choose import open_engine
+from .contract import Tensors
 from .encode import Encoder
 from .engine import Engine
 from .errors import EngineError, Fault, RequestError, SettingError, TooLongError
+from .exchange import as_array
 from .media import MediaLimits, MediaReader
 from .request import parse_request
 from .types import Encoding, Limits, Request
@@ -117,21 +119,75 @@ class Clef:
 
         Raises before anything is run if one of them is wrong; only pixels are decoded later, when their pass comes.
         """
-        parsed = self._parse(requests)
-        encodings = self._encode(parsed)
-        logits = self._run(encodings)
+        parsed = _each(requests, self.parse)
+        encodings = _each(parsed, self.encode_parsed)
         return [
-            response(request, encoding, values, self._confidence)
-            for request, encoding, values in zip(parsed, encodings, logits, strict=True)
+            self.answer(request, encoding, values)
+            for request, encoding, values in zip(parsed, encodings, self._run(encodings), strict=True)
         ]
 
     def encode(self, request: dict[str, Any]) -> Encoding:
         """Token ids and spans of one request, as the model reads it."""
-        return self._encode(self._parse([request]))[0]
+        return self.encode_parsed(self.parse(request))
 
     def logits(self, requests: Sequence[dict[str, Any]]) -> list[list[np.ndarray]]:
         """Per request, per question: float32 logits in encoded option order (see `encode`)."""
-        return self._run(self._encode(self._parse(requests)))
+        return self._run(_each(_each(requests, self.parse), self.encode_parsed))
+
+    def tensors(self, requests: Sequence[dict[str, Any]]) -> Tensors:
+        """What `run_tensors` takes: `contract.TEXT` for these requests as one padded pass, however large."""
+        return self._collate(_each(_each(requests, self.parse), self.encode_parsed))
+
+    def run_tensors(self, inputs: Mapping[str, Any], out: Any = None) -> np.ndarray:
+        """The logits [batch, options] float32 of one pass over prepared tensors; of padding the lowest finite value.
+
+        Arrays of any library that shares memory of the CPU will do (see `exchange.as_array`). Contiguous ones are read
+        in place, and only during the call. `out`: memory of the caller that is written in place and returned, as a view
+        where it is no numpy array; without it the result is an array of its own, which others can share.
+
+        Raises EngineError for tensors outside the contract, and where an answer is not finite.
+        """
+        arrays = {name: as_array(value, name) for name, value in inputs.items()}
+        logits = self.engine.run(arrays, None if out is None else as_array(out, "out"))["logits"]
+        if not np.isfinite(logits).all():
+            raise EngineError("the engine returned logits that are not finite")
+        return logits
+
+    # The stages of `decide_batch`, for who runs them apart, as the server does: each may be called from any thread.
+
+    def parse(self, request: Any) -> Request:
+        """A request body, validated; of pictures only the headers are read. Raises RequestError."""
+        return parse_request(request, None if self._vision is None else self._vision.reader, self._limits)
+
+    def encode_parsed(self, request: Request) -> Encoding:
+        """Token ids and spans of a validated request. Raises RequestError, TooLongError."""
+        return self._encoder.encode(request, self.max_length, self._max_state_tokens, self._refuse_truncation)
+
+    def plan(self, encodings: Sequence[Encoding]) -> list[list[int]]:
+        """Indices of the encodings per pass: what the engine takes together."""
+
+        def fits(indices: list[int]) -> bool:
+            return self.engine.fits(pass_sizes([encodings[i] for i in indices]))
+
+        lengths = [encoding.tokens for encoding in encodings]
+        return plan_passes(lengths, self.manifest.model, self._pass_limits, fits)
+
+    def run_pass(self, encodings: Sequence[Encoding], indices: Sequence[int] | None = None) -> list[list[np.ndarray]]:
+        """Logits of one pass, as `logits`. `indices`: of the encodings, for errors; None where there is only one.
+
+        Raises RequestError where a picture cannot be decoded, EngineError where the engine fails or an answer is not
+        finite.
+        """
+        logits = split_logits(self.engine.run(self._collate(encodings, indices))["logits"], encodings)
+        if not all(np.isfinite(question).all() for record in logits for question in record):
+            raise EngineError("the engine returned logits that are not finite")
+        return logits
+
+    def answer(
+        self, request: Request, encoding: Encoding, logits: Sequence[np.ndarray], confidence: str | None = None
+    ) -> dict[str, Any]:
+        """The response body. `confidence`: in place of the one that was set."""
+        return response(request, encoding, logits, confidence or self._confidence)
 
     def patches(self, encoding: Encoding) -> list[np.ndarray]:
         """Per item of `encoding.media`: its patches [t·h·w, values] float32, as the vision graph takes them."""
@@ -159,37 +215,16 @@ class Clef:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _parse(self, requests: Sequence[dict[str, Any]]) -> list[Request]:
-        media = None if self._vision is None else self._vision.reader
-        return _each(requests, lambda request: parse_request(request, media, self._limits))
-
-    def _encode(self, requests: Sequence[Request]) -> list[Encoding]:
-        return _each(
-            requests,
-            lambda request: self._encoder.encode(
-                request, self.max_length, self._max_state_tokens, self._refuse_truncation
-            ),
-        )
-
     def _run(self, encodings: Sequence[Encoding]) -> list[list[np.ndarray]]:
         result: list[list[np.ndarray]] = [[]] * len(encodings)
-
-        def fits(indices: list[int]) -> bool:
-            return self.engine.fits(pass_sizes([encodings[i] for i in indices]))
-
-        lengths = [encoding.tokens for encoding in encodings]
-        for indices in plan_passes(lengths, self.manifest.model, self._pass_limits, fits):
-            together = [encodings[i] for i in indices]
-            media = _each(together, self._media_rows, indices)
-            inputs = collate(
-                together, [rows for record in media for rows in record], self.manifest.model.sizes["hidden"]
-            )
-            logits = self.engine.run(inputs)["logits"]
-            for i, values in zip(indices, split_logits(logits, together), strict=True):
-                if not all(np.isfinite(question).all() for question in values):
-                    raise EngineError("the engine returned logits that are not finite")
+        for indices in self.plan(encodings):
+            for i, values in zip(indices, self.run_pass([encodings[i] for i in indices], indices), strict=True):
                 result[i] = values
         return result
+
+    def _collate(self, encodings: Sequence[Encoding], indices: Sequence[int] | None = None) -> Tensors:
+        media = _each(encodings, self._media_rows, indices)
+        return collate(encodings, [rows for record in media for rows in record], self.manifest.model.sizes["hidden"])
 
     def _media_rows(self, encoding: Encoding) -> list[np.ndarray]:
         return [] if self._vision is None else [self._vision.rows(item) for item in encoding.media]

@@ -1,4 +1,4 @@
-"""The command line. Here are decide and info; eval is in `evaluate`, what makes and judges bundles in `make`."""
+"""The command line. Here are decide and info; `evaluate`, `make`, `benchmark`, `server`, `tensor_file` have others."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import __version__, benchmark, evaluate, make
+from . import __version__, benchmark, evaluate, make, server, tensor_file
 from .answer import CONFIDENCES
 from .bundle import open_bundle
 from .clef import TRUNCATIONS
 from .encode import CONTROL_TOKENS
 from .errors import ClefError, Fault, RequestError, VerificationError
+from .strict_json import read_json
 from .table import table
 
 
@@ -46,6 +47,8 @@ def parser() -> argparse.ArgumentParser:
     make.add_commands(commands)
     evaluate.add_command(commands)
     benchmark.add_command(commands)
+    server.add_command(commands)
+    tensor_file.add_command(commands)
 
     decide = commands.add_parser("decide", help="answer one request")
     make.add_bundle(decide)
@@ -69,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _decide(options: argparse.Namespace) -> None:
     content = sys.stdin.buffer.read() if options.request == "-" else make.read_bytes(Path(options.request))
-    request = make.read_json(content)
+    request = read_json(content)
     names = ("max_length", "max_image_tokens", "truncation", "confidence", "control_tokens")
     settings = {name: getattr(options, name) for name in names}
     if options.image and isinstance(request, dict):

@@ -40,6 +40,23 @@ class Contract:
                 if size != expected or size < 1:
                     raise EngineError(f"{name} is {list(array.shape)}; expected {list(axes)} with {axis} = {expected}")
 
+    def check_output(self, out: np.ndarray, inputs: Tensors) -> None:
+        """Raises EngineError where `out` cannot hold the output of these checked inputs in place."""
+        sizes = {
+            axis: size
+            for name, (_, axes) in self.inputs.items()
+            for axis, size in zip(axes, inputs[name].shape, strict=True)
+        }
+        expected = [sizes.get(axis, axis) for axis in self.output_axes]
+        fits = len(expected) == out.ndim and all(
+            isinstance(axis, str) or axis == size for axis, size in zip(expected, out.shape, strict=True)
+        )
+        if out.dtype != np.float32 or not fits:
+            raise EngineError(f"out is {out.dtype} {list(out.shape)}; expected float32 {expected}")
+        if not out.flags.c_contiguous or not out.flags.writeable:
+            state = "read-only" if out.flags.c_contiguous else "not contiguous"
+            raise EngineError(f"out is {state}; expected a contiguous array that may be written")
+
 
 # Padding: input_ids hold anything behind a record's length, questions and options an empty span, options question -1.
 TEXT = Contract(
@@ -73,3 +90,11 @@ VISION = Contract(
     ("groups", "tokens", "hidden"),
 )
 CONTRACTS = {contract.name: contract for contract in (TEXT, VISION)}
+
+
+def into(out: np.ndarray | None, result: np.ndarray) -> np.ndarray:
+    """`result`, or `out` with its numbers where that is given."""
+    if out is None:
+        return result
+    np.copyto(out, result)
+    return out

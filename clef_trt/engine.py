@@ -10,6 +10,7 @@ import os
 import platform
 from collections.abc import Mapping
 from importlib import metadata
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,11 +18,16 @@ import numpy as np
 import onnxruntime
 
 from .bundle import Bundle
-from .contract import CONTRACTS, Tensors
+from .contract import CONTRACTS, Tensors, into
 from .errors import EngineError, MissingExtraError, SettingError
 
 # What ONNX Runtime on the CPU runs, and the memory of a weight there (int8: embeddings and small weights are wider).
 PARAMETER_BYTES = {"fp32": 4.0, "int8": 2.0}
+
+# Tokens of a text pass and patches of a vision pass that records or frames may share on a CPU. Two cores are busy with
+# far less; beyond it tensors leave the caches: 32 records of 128 tokens cost 20 % more each than 8 (bench/growth.py).
+SHARED_PASS = 1024
+SHARED_AXES = {"text": ("batch", "sequence"), "vision": ("groups", "patches")}
 
 logger = logging.getLogger("clef_trt")
 
@@ -29,8 +35,11 @@ logger = logging.getLogger("clef_trt")
 class Engine(Protocol):
     """What every backend does. `run` may be called from several threads."""
 
-    def run(self, inputs: Tensors) -> Tensors:
-        """The contract's inputs → {its output: float32}; raises EngineError for inputs outside the contract."""
+    def run(self, inputs: Tensors, out: np.ndarray | None = None) -> Tensors:
+        """The contract's inputs → {its output: float32}; raises EngineError for inputs outside the contract.
+
+        `out`: contiguous memory of the output's shape, which is written and returned as the output.
+        """
 
     def fits(self, sizes: Mapping[str, int]) -> bool:
         """Whether one pass may have these sizes of the contract's dynamic axes."""
@@ -104,20 +113,36 @@ class OnnxRuntimeEngine:
         if double := _installed_twice():
             self._info["warning"] = double
 
-    def run(self, inputs: Tensors) -> Tensors:
-        """See Engine.run."""
+    def run(self, inputs: Tensors, out: np.ndarray | None = None) -> Tensors:
+        """See Engine.run; on the CPU contiguous inputs are read in place, and `out` is written without a copy."""
         session = self._session
         if session is None:
             raise EngineError("the engine is closed")
         self._contract.check(inputs, self._sizes)
+        if out is not None:
+            self._contract.check_output(out, inputs)
         output = self._contract.output
         try:
             if self._cuda:
-                return {output: self._bound(session, inputs)}
-            (result,) = session.run([output], inputs)
+                result = self._bound(session, inputs)
+            elif out is not None:
+                self._run_into(session, inputs, out)
+                return {output: out}
+            else:
+                (result,) = session.run([output], inputs)
         except Exception as fault:
             raise EngineError(f"ONNX Runtime failed: {fault}") from fault
-        return {output: np.asarray(result)}
+        return {output: into(out, np.asarray(result))}
+
+    def _run_into(self, session: onnxruntime.InferenceSession, inputs: Tensors, out: np.ndarray) -> None:
+        """One pass whose output is written where `out` lies."""
+        binding = session.io_binding()
+        # A binding holds addresses only, so `arrays` keeps copies of what is not contiguous alive.
+        arrays = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
+        for name, array in arrays.items():
+            binding.bind_cpu_input(name, array)
+        binding.bind_output(self._contract.output, "cpu", 0, np.float32, list(out.shape), out.ctypes.data)
+        session.run_with_iobinding(binding)
 
     def _bound(self, session: onnxruntime.InferenceSession, inputs: Tensors) -> np.ndarray:
         """One pass with its tensors on the device; copied there and back once."""
@@ -135,8 +160,8 @@ class OnnxRuntimeEngine:
         return str(self._session.end_profiling())
 
     def fits(self, sizes: Mapping[str, int]) -> bool:
-        """See Engine.fits: memory is the only bound."""
-        return True
+        """See Engine.fits: on the CPU, what shares a pass to some gain; records and images alone may be of any size."""
+        return self._cuda or prod(sizes[axis] for axis in SHARED_AXES[self._contract.name]) <= SHARED_PASS
 
     def info(self) -> dict[str, Any]:
         """See Engine.info."""

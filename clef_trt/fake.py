@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .contract import TEXT, Tensors
+from .contract import TEXT, Tensors, into
 from .errors import EngineError
 
 
@@ -30,11 +30,13 @@ class FakeEngine:
         self._most = dict(most or {})
         self._closed = False
 
-    def run(self, inputs: Tensors) -> Tensors:
+    def run(self, inputs: Tensors, out: np.ndarray | None = None) -> Tensors:
         """See engine.Engine.run."""
         if self._closed:
             raise EngineError("the engine is closed")
         TEXT.check(inputs, {"hidden": self._hidden_size})
+        if out is not None:
+            TEXT.check_output(out, inputs)
         self.passes.append((inputs["input_ids"].shape[0], inputs["input_ids"].shape[1]))
         if self._on_run is not None and (outputs := self._on_run(inputs)) is not None:
             return outputs
@@ -44,7 +46,7 @@ class FakeEngine:
             for option in np.flatnonzero(row >= 0):
                 question = _mean(ids, inputs["question_spans"][record, row[option]])
                 logits[record, option] = np.sin(_mean(ids, inputs["option_spans"][record, option]) + question)
-        return {"logits": logits}
+        return {"logits": into(out, logits)}
 
     def fits(self, sizes: Mapping[str, int]) -> bool:
         """See engine.Engine.fits."""

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import make
 from .errors import SHOWN_FAULTS, EngineError, Fault, RequestError, printable
+from .strict_json import read_json
 from .types import QUESTION_TYPES
 
 KEYS = ("request", "answers")
@@ -142,7 +142,7 @@ def _placed(error: RequestError, line: int) -> list[Fault]:
 
 
 def _parsed(line: bytes, number: int) -> Labelled:
-    value = make.read_json(line, "the line")
+    value = read_json(line, "the line")
     if not isinstance(value, dict) or set(value) != set(KEYS):
         came = f"an object with the keys {_some(value)}" if isinstance(value, dict) else _shown(value)
         raise RequestError([Fault((), f'is {came}; expected {{"request": …, "answers": …}}', "type")])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 import tempfile
 import time
@@ -16,9 +15,10 @@ from . import samples
 from .bundle import open_bundle, verify_files
 from .clef import Clef
 from .encode import Encoder
-from .errors import Fault, MissingExtraError, RequestError, SettingError, printable
+from .errors import Fault, MissingExtraError, RequestError, SettingError
 from .media import MediaReader
 from .recipe import builtin_recipes, read_recipe
+from .strict_json import read_json
 from .table import table
 from .vision import Vision
 
@@ -202,23 +202,6 @@ def read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as fault:
         raise RequestError([Fault((), f"{path} cannot be read: {fault.strerror}", "file")]) from None
-
-
-def read_json(content: bytes, where: str = "the request") -> Any:
-    """JSON of a caller; raises RequestError where it is none."""
-    try:
-        return json.loads(content.decode("utf-8"), object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as fault:
-        raise RequestError([Fault((), f"{where} is not JSON in UTF-8: {fault}", "json")]) from None
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {printable(twice)!r} is there twice in one object")
-    return value
 
 
 def _json_lines(path: Path) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .buffers import Buffers, allocate
-from .contract import Contract, Tensors
+from .contract import Contract, Tensors, into
 from .device import Device, attempt, record
 from .errors import EngineError, SettingError
 from .execution import Bucket, Execution, Layout
@@ -109,13 +109,15 @@ class TensorRTEngine:
         """See Engine.fits: whether any profile takes them."""
         return any(profile.misfit(sizes) is None for profile in self._profiles)
 
-    def run(self, inputs: Tensors) -> Tensors:
-        """See Engine.run; the output is float32, cut back to the sizes of the inputs."""
+    def run(self, inputs: Tensors, out: np.ndarray | None = None) -> Tensors:
+        """See Engine.run; the output is float32, cut back to the sizes of the inputs, and copied to `out`."""
         with self._lock:
             plan = self._plan
             if plan is None:
                 raise EngineError("the engine is closed")
             self._contract.check(inputs, self._sizes)
+            if out is not None:
+                self._contract.check_output(out, inputs)
             sizes = sizes_of(self._contract, inputs)
             profile = choose(self._profiles, sizes)
             key = profile, tuple(self._profiles[profile].bucket(sizes).items())
@@ -129,7 +131,7 @@ class TensorRTEngine:
                     raise
                 raise plan.error(f"TensorRT failed: {fault}") from fault
             self._counts["passes"] += 1
-            return {self._contract.output: output}
+            return {self._contract.output: into(out, output)}
 
     def info(self) -> dict[str, Any]:
         """See Engine.info. `fallbacks`: buckets whose capture failed, `fallback_reasons` why: they are enqueued."""

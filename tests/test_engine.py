@@ -15,7 +15,7 @@ from clef_trt.choose import open_engine
 from clef_trt.clef import Clef as ClefClass
 from clef_trt.contract import CONTRACTS, Tensors
 from clef_trt.encode import Encoder
-from clef_trt.engine import Engine, OnnxRuntimeEngine
+from clef_trt.engine import SHARED_PASS, Engine, OnnxRuntimeEngine
 from clef_trt.fake import FakeEngine
 from clef_trt.request import parse_request
 
@@ -166,3 +166,18 @@ def test_logits_that_are_not_finite_are_an_error(bundles: dict[str, Path]) -> No
 def test_impossible_settings_are_refused(bundles: dict[str, Path], settings: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingError, match=said):
         fake_clef(bundles, FakeEngine(96), **settings)
+
+
+def test_a_cpu_shares_a_pass_to_some_gain(bundles: dict[str, Path]) -> None:
+    """Beyond some tokens tensors leave the caches: what is shared is bounded, one record alone is not."""
+    engine = OnnxRuntimeEngine(open_bundle(bundles["odd"]), "text", 1)
+    assert engine.fits({"batch": 8, "sequence": 128, "questions": 9, "options": 99})
+    assert not engine.fits({"batch": 9, "sequence": 128, "questions": 1, "options": 2})
+    vision = OnnxRuntimeEngine(open_bundle(bundles["odd"]), "vision", 1)
+    assert (vision.fits({"groups": 4, "patches": 256}), vision.fits({"groups": 5, "patches": 256})) == (True, False)
+    with Clef.load(bundles["odd"]) as clef:
+        encodings = [clef.encode({"model": "m", "state": "x" * 200, "questions": {"q": {"type": "noul"}}})] * 8
+        long = clef.encode({"model": "m", "state": "x" * 3000, "questions": {"q": {"type": "noul"}}})
+        assert long.tokens > SHARED_PASS
+        assert next(len(indices) for indices in clef.plan([*encodings, long])) == 1
+        assert max(len(indices) for indices in clef.plan(encodings)) == SHARED_PASS // encodings[0].tokens

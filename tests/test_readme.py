@@ -31,7 +31,7 @@ def test_its_python_runs(
 def test_its_commands_parse() -> None:
     commands = re.findall(r"^    clef-trt (.*?)(?:\s+#.*)?$", README, re.MULTILINE)
     told = {command.split()[0] for command in commands}
-    assert told == {"export", "verify", "decide", "ranges", "build", "eval", "bench"}
+    assert told == {"export", "verify", "decide", "ranges", "build", "eval", "bench", "serve", "encode"}
     for command in commands:
         parser().parse_args(shlex.split(command))
 
