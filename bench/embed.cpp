@@ -2,8 +2,10 @@
 #include <atomic>
 #include <chrono>
 #include <cstdio>
+#include <functional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "clef_host.hpp"
@@ -50,26 +52,27 @@ int main(int count, char** arguments) {
         return py::object(names["timed"]).release().ptr();
     });
 
-    // In turns, so that what the machine does meanwhile meets all of them.
-    std::vector<double> embedded, python, submitted, numbers;
-    for (int i = -repeats / 10; i < repeats; ++i) {
-        auto start = Clock::now();
-        host.decide(request);
-        const double decide_ms = milliseconds(start);
-        const double python_ms =
-            clef::detail::in_python([&] { return py::handle(timed)(py::bytes(request)).cast<double>(); });
-        start = Clock::now();
-        host.submit(request).get();
-        const double submit_ms = milliseconds(start);
-        start = Clock::now();
-        host.probabilities(request);
-        const double numbers_ms = milliseconds(start);
-        if (i < 0) continue;
-        embedded.push_back(decide_ms);
-        python.push_back(python_ms);
-        submitted.push_back(submit_ms);
-        numbers.push_back(numbers_ms);
-    }
+    const auto timed_call = [](auto&& call) {
+        const auto start = Clock::now();
+        call();
+        return milliseconds(start);
+    };
+    const std::vector<std::pair<const char*, std::function<double()>>> ways = {
+        {"embedded_ms", [&] { return timed_call([&] { host.decide(request); }); }},
+        {"python_ms",
+         [&] { return clef::detail::in_python([&] { return py::handle(timed)(py::bytes(request)).cast<double>(); }); }},
+        {"submitted_ms", [&] { return timed_call([&] { host.submit(request).get(); }); }},
+        {"probabilities_ms", [&] { return timed_call([&] { host.probabilities(request); }); }},
+    };
+    // In turns, so that what the machine does meanwhile meets all of them; back and forth, so that none profits from
+    // what came before it.
+    std::vector<std::vector<double>> seen(ways.size());
+    for (int i = -repeats / 10; i < repeats; ++i)
+        for (std::size_t turn = 0; turn < ways.size(); ++turn) {
+            const std::size_t way = i % 2 == 0 ? turn : ways.size() - 1 - turn;
+            const double spent = ways[way].second();
+            if (i >= 0) seen[way].push_back(spent);
+        }
 
     // How many short requests one thread gets answered while another's long pass is inside the engine, and without it.
     host.decide(long_request);
@@ -87,10 +90,7 @@ int main(int count, char** arguments) {
     for (const auto begin = Clock::now(); milliseconds(begin) < long_ms; ++alone) host.decide(request);
 
     std::printf("{");
-    print("embedded_ms", embedded);
-    print("python_ms", python);
-    print("submitted_ms", submitted);
-    print("probabilities_ms", numbers);
+    for (std::size_t way = 0; way < ways.size(); ++way) print(ways[way].first, seen[way]);
     std::printf("\"long_ms\": %.2f, \"short_meanwhile\": %d, \"short_alone\": %d}\n", long_ms, meanwhile, alone);
     clef::detail::in_python([&] { py::handle(timed).dec_ref(); });
     return 0;

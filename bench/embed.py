@@ -1,8 +1,9 @@
 """The cost of embedding: a call through the C++ host less the same call in plain Python, and what threads gain.
 
-A small random model, so that the engine's own time hides little. Calls are made in turns in one process, on one opened
-bundle. Then one thread decides short requests while another's long pass is inside the engine, and 8 threads decide
-10,000 requests, each answer compared with the one the request gets alone. Needs g++ and pybind11.
+A small random model and a short request, so that the engine's own time hides little. Calls are made in turns, first one
+and then the other way round, in one process on one opened bundle. Then one thread decides short requests while
+another's long pass is inside the engine, and 8 threads decide 10,000 requests, each answer compared with the one the
+request gets alone. Needs g++ and pybind11.
 
     python bench/embed.py [--repeats 2000] [--soak 10000] [--json FILE]
 """
@@ -52,14 +53,12 @@ def measure(folder: Path, repeats: int, soak: int) -> dict[str, Any]:
     from clef_export.pipeline import export
     from clef_export.random_release import byte_tokenizer, small_config, write_release
 
-    from clef_trt import samples
-
     config, head = small_config()
     write_release(folder / "release", config, head, byte_tokenizer(), seed=0)
     export(folder / "release", folder / "bundle")
     question = {"q": {"type": "noul", "instructions": "Is it?"}}
     short, long, lines = folder / "short.json", folder / "long.json", folder / "requests.jsonl"
-    short.write_text(json.dumps(samples.ticket()))
+    short.write_text(json.dumps({"model": "m", "state": "A door.", "questions": question}))
     long.write_text(json.dumps({"model": "m", "state": "x " * (LONG_WORDS // 2), "questions": question}))
     some = [{"model": "m", "state": f"number {i} " * (i + 1), "questions": question} for i in range(16)]
     lines.write_text("".join(json.dumps(request) + "\n" for request in some))

@@ -88,6 +88,7 @@ def assert_response(found: dict[str, Any], stored: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 8])
 @pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.usefixtures("shared_passes")
 def test_mixed_batches_in_any_order_give_the_same_logits(release: str, size: int, load: Any) -> None:
     cases = [c for c in golden_cases(release) if "error" not in c and c["max_length"] == 16384]
     cases = [c for c in cases if c["name"] not in GIANTS and control_tokens(c) == "text"]

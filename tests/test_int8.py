@@ -54,6 +54,7 @@ def test_decisions_stay_on_a_release_with_outlier_channels(outliers: dict[str, P
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_passes")
 def test_a_record_is_answered_alike_alone_and_among_others(outliers: dict[str, Path]) -> None:
     """Scales are per token: what a neighbour or padding holds does not change the codes of a record."""
     requests = random_requests(12, seed=3)

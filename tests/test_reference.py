@@ -58,11 +58,13 @@ def assert_agreement(clef: Clef, reference: Reference, seed: int, count: int = 2
 
 
 @pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.usefixtures("shared_passes")
 def test_twenty_random_requests(release: str, bundles: dict[str, Path], references: dict[str, Any]) -> None:
     with Clef.load(bundles[release]) as clef:
         assert_agreement(clef, references[release], seed=RELEASES.index(release))
 
 
+@pytest.mark.usefixtures("shared_passes")
 def test_a_release_of_a_third_shape(tmp_path: Path) -> None:
     """Sharded, tied embeddings, biased projections, another kernel, other sections, the last layer a delta layer."""
     config, head = copy.deepcopy(small_config())

@@ -99,10 +99,19 @@ def test_short_ones_go_before_long_ones() -> None:
     assert numbers == [1, 2, 0, 1, 0]
 
 
-def test_the_oldest_takes_every_second_pass_once_it_has_waited_long() -> None:
-    # All are overdue, and the pass before was of the oldest: short and long take turns.
-    numbers, _ = behind([8000, 16000, *[20] * 6], batch=2, patience_s=0.0)
-    assert numbers == [1, 3, 0, 0, 2, 2, 4, 4]
+def test_the_oldest_goes_once_shorter_ones_had_the_time_of_the_pass_before() -> None:
+    clef = fake_clef(FakeEngine(96, lambda _: time.sleep(0.03)))
+    first, long, short = (encoding(clef, words) for words in (10, 8000, 20))
+
+    async def work(batcher: Batcher) -> list[float]:
+        tasks = [asyncio.create_task(batcher.logits(first))]
+        await asyncio.sleep(0.01)
+        tasks += [asyncio.create_task(batcher.logits(one)) for one in (long, *[short] * 6)]
+        return [entry.started for entry in (await asyncio.gather(*tasks))[1:]]
+
+    numbers = order(with_batcher(clef, work, batch=1, patience_s=0.0))
+    assert numbers[0] in (1, 2)  # the first pass was the oldest's: one or two short ones have its time
+    assert sorted(numbers[1:]) == numbers[1:]
 
 
 def test_a_long_one_does_not_starve_under_a_stream_of_short_ones() -> None:
@@ -242,10 +251,8 @@ def test_an_engine_that_takes_few_records_gets_few() -> None:
 
 
 @pytest.mark.parametrize("kind", ["fake", "bundle"])
-def test_answers_are_those_of_decide_and_not_anothers(
-    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("clef_trt.engine.SHARED_PASS", 16384)  # the byte tokenizer makes these long
+@pytest.mark.usefixtures("shared_passes")
+def test_answers_are_those_of_decide_and_not_anothers(kind: str, request: pytest.FixtureRequest) -> None:
     if kind == "fake":
         clef, tolerance = fake_clef(FakeEngine(96, lambda _: time.sleep(0.002))), 0.0
     else:

@@ -50,6 +50,7 @@ def test_case(release: str, case: dict[str, Any], clefs: dict[str, Clef]) -> Non
 
 
 @pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.usefixtures("shared_passes")
 def test_media_and_text_share_passes(release: str, clefs: dict[str, Clef]) -> None:
     """Pictures, videos and text of like length, interleaved, so that every pass mixes them."""
     media = golden_cases(release, media=True)

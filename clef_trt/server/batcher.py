@@ -51,8 +51,9 @@ class Batcher:
 
     Which goes next: a record of the shortest length class (a power of two), the oldest of them; so a short request
     waits for the pass that runs and for no longer one behind it. Once the oldest request of all has waited for
-    `patience_s`, it takes every second pass, so that it does not starve either. Others join it, oldest first, whose
-    lengths differ from its own and each other's by no more than a factor of two, up to `batch` and `padded_tokens`.
+    `patience_s`, or for as much less as it is shorter than the longest record, it goes before them; then the shorter
+    ones have as much time as its pass took, so that neither starves. Others join it, oldest first, whose lengths differ
+    from its own and each other's by no more than a factor of two, up to `batch` and `padded_tokens`.
 
     When: at once, unless more are likely to come: within `window_s` of a pass of several, its clients are about to ask
     again. Then it waits until as many are there, or that time is over. Alone, nobody waits.
@@ -70,7 +71,8 @@ class Batcher:
     _arrival: asyncio.Event = field(default_factory=asyncio.Event)
     _expected: int = 1  # requests that a pass would hold if the clients of the last one came back
     _idle_since: float = 0.0
-    _oldest_led: bool = False  # the last pass
+    _oldest_leads: bool = False  # the pass that runs
+    _owed_s: float = 0.0  # to those shorter than the oldest, for the last pass that it led
     _spent_s: deque[float] = field(default_factory=lambda: deque(maxlen=64))  # per record, of the last passes
 
     def __post_init__(self) -> None:
@@ -134,9 +136,11 @@ class Batcher:
             return []
         oldest = self._waiting[0]
         leader = min(self._waiting, key=lambda entry: (entry.tokens.bit_length(), entry.arrived))
-        if not self._oldest_led and self.clock() - oldest.arrived >= self.patience_s:
+        patience_s = self.patience_s * min(oldest.tokens / self.clef.max_length, 1)
+        waited_s = self.clock() - oldest.arrived
+        if waited_s >= patience_s and self._owed_s <= 0:
             leader = oldest
-        self._oldest_led = leader is oldest
+        self._oldest_leads = leader is oldest
         together = [leader]
         shortest = longest = leader.tokens
         for entry in self._waiting:
@@ -166,6 +170,7 @@ class Batcher:
         except Exception as error:  # whatever an engine raises, the next request is served
             logits, fault = [], error
         finished = self.clock()
+        self._owed_s = finished - started if self._oldest_leads else max(self._owed_s - (finished - started), 0)
         tokens = sum(entry.tokens for entry in entries)
         padded = len(entries) * max(entry.tokens for entry in entries)
         self.on_pass(PassReport(len(entries), tokens, padded, finished - started, fault is not None))
