@@ -70,7 +70,12 @@ class Settings:
     queue: int = _of(QUEUE, 256, "requests at once, from their first byte to their answer; more get 429", least=1)
     batch: int = _of(QUEUE, 32, "most requests of one pass", least=1)
     window_ms: float = _of(QUEUE, 5.0, "longest wait for others to share a pass with; none while alone", least=0)
-    patience_ms: float = _of(QUEUE, 1000.0, "after it the oldest request goes before shorter ones, in turns; less for shorter records", least=0)
+    patience_ms: float = _of(
+        QUEUE,
+        1000.0,
+        "wait of the longest record until it goes before shorter ones, in turns",
+        least=0,
+    )
     padded_tokens: int = _of(
         QUEUE, _passes.padded_tokens, "most tokens of a shared pass, padding included; a CPU shares fewer", least=1
     )
