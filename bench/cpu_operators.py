@@ -166,17 +166,18 @@ def delta_rule(tokens: int, config: TextConfig) -> list[dict[str, Any]]:
         "g": -source.random((1, tokens, heads), np.float32),
         "b": source.random((1, tokens, heads), np.float32),
     }
-    call = "y = clef.GatedDeltaRule(q, k, v, g, b)"
+    state = {"state": np.zeros((1, heads, dim, dim), np.float32)}
+    from_zero = "y = clef.GatedDeltaRule(q, k, v, g, b)"
+    from_state = "y, t = clef.ContinuedDeltaRule(q, k, v, g, b, state)"
 
     def packed(tensors: Feeds) -> Feeds:
-        flat = {name: array[0] for name, array in tensors.items()}
-        return flat | {"state": np.zeros((1, heads, dim, dim), np.float32)}
+        return {name: array[0] for name, array in tensors.items()} | state
 
     return race(
         "delta rule", feeds,
         [
-            Form("chunks of 64 and a Scan", call, functions=[gated_delta_rule()]),
-            Form("LinearAttention", call, functions=[linear_attention(config)]),
+            Form("chunks of 64 and a Scan", from_zero, functions=[gated_delta_rule()]),
+            Form("LinearAttention", from_state, state, [linear_attention(config)]),
             Form(
                 "GatedDeltaNet",
                 "y, s = com.microsoft.GatedDeltaNet <qk_l2_norm = 1> (q, k, v, , g, b, state)",
