@@ -84,6 +84,15 @@ def test_a_pass_has_at_most_so_many_padded_tokens() -> None:
     assert behind([20] * 3, padded_tokens=1)[0] == [0, 1, 2]  # one alone may be longer
 
 
+def test_nobody_waits_for_more_than_a_pass_takes() -> None:
+    held = Held()
+    clef = fake_clef(FakeEngine(96, held, most={"batch": 2}))
+    encodings = [encoding(clef, 20)] * 4
+    begun = time.perf_counter()
+    with_batcher(clef, lambda b: queued_behind(b, held, encodings[0], encodings), window_s=20.0)
+    assert time.perf_counter() - begun < 10
+
+
 def test_no_record_is_padded_to_more_than_twice_its_length() -> None:
     clef = fake_clef()
     words = [0, 100, 250, 400, 600, 900, 1500, 2500]

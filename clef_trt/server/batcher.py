@@ -119,7 +119,7 @@ class Batcher:
         if arrived > self._idle_since + self.window_s:
             self._expected = 1
         until = max(arrived, self._idle_since) + self.window_s
-        room = min(self.batch, self.padded_tokens // self._waiting[0].tokens)
+        room = self._room(self._waiting[0].encoding)
         while len(self._waiting) < min(self._expected, room) and (left_s := until - self.clock()) > 0:
             self._arrival.clear()
             try:
@@ -129,6 +129,14 @@ class Batcher:
                 break
             if not self._waiting:  # its client has gone
                 break
+
+    def _room(self, encoding: Encoding) -> int:
+        """How many records like this one a pass takes: nobody waits for more."""
+        most = max(min(self.batch, self.padded_tokens // encoding.tokens), 1)
+        try:
+            return max(len(indices) for indices in self.clef.plan([encoding] * most))
+        except Exception:  # an engine that cannot say what fits; `_chosen` tells of it
+            return 1
 
     def _chosen(self) -> list[Waiting]:
         """The entries of the next pass; they leave the queue."""
