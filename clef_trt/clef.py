@@ -136,7 +136,7 @@ class Clef:
 
     def tensors(self, requests: Sequence[dict[str, Any]]) -> Tensors:
         """What `run_tensors` takes: `contract.TEXT` for these requests as one padded pass, however large."""
-        return self._collate(_each(_each(requests, self.parse), self.encode_parsed))
+        return self.collate(_each(_each(requests, self.parse), self.encode_parsed))
 
     def run_tensors(self, inputs: Mapping[str, Any], out: Any = None) -> np.ndarray:
         """The logits [batch, options] float32 of one pass over prepared tensors; of padding the lowest finite value.
@@ -172,13 +172,18 @@ class Clef:
         lengths = [encoding.tokens for encoding in encodings]
         return plan_passes(lengths, self.manifest.model, self._pass_limits, fits)
 
+    def collate(self, encodings: Sequence[Encoding], indices: Sequence[int] | None = None) -> Tensors:
+        """`contract.TEXT` for one pass over encodings, their pictures read and run. `indices`: as of `run_pass`."""
+        media = _each(encodings, self._media_rows, indices)
+        return collate(encodings, [rows for record in media for rows in record], self.manifest.model.sizes["hidden"])
+
     def run_pass(self, encodings: Sequence[Encoding], indices: Sequence[int] | None = None) -> list[list[np.ndarray]]:
         """Logits of one pass, as `logits`. `indices`: of the encodings, for errors; None where there is only one.
 
         Raises RequestError where a picture cannot be decoded, EngineError where the engine fails or an answer is not
         finite.
         """
-        logits = split_logits(self.engine.run(self._collate(encodings, indices))["logits"], encodings)
+        logits = split_logits(self.engine.run(self.collate(encodings, indices))["logits"], encodings)
         if not all(np.isfinite(question).all() for record in logits for question in record):
             raise EngineError("the engine returned logits that are not finite")
         return logits
@@ -221,10 +226,6 @@ class Clef:
             for i, values in zip(indices, self.run_pass([encodings[i] for i in indices], indices), strict=True):
                 result[i] = values
         return result
-
-    def _collate(self, encodings: Sequence[Encoding], indices: Sequence[int] | None = None) -> Tensors:
-        media = _each(encodings, self._media_rows, indices)
-        return collate(encodings, [rows for record in media for rows in record], self.manifest.model.sizes["hidden"])
 
     def _media_rows(self, encoding: Encoding) -> list[np.ndarray]:
         return [] if self._vision is None else [self._vision.rows(item) for item in encoding.media]

@@ -52,8 +52,8 @@ class Embedded:
 
     def encode(self, text: bytes) -> bytes:
         """The tensors of a request, as `clef-trt encode` writes them."""
-        request = read_json(text)
-        return safetensors_bytes(self._clef.tensors([request]), [self._clef.encode(request)])
+        encodings = [self._clef.encode(read_json(text))]
+        return safetensors_bytes(self._clef.collate(encodings), encodings)
 
     def run(self, inputs: Tensors, out: np.ndarray) -> None:
         """Logits of prepared tensors, into `out`."""
