@@ -29,7 +29,9 @@ bench: .venv/.test
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/cpu_operators.py
 	$(BIN)/python bench/cpu.py
+	$(BIN)/python bench/growth.py
 	$(BIN)/python bench/full_size_export.py
+	$(BIN)/python bench/embed.py
 	$(BIN)/python bench/serve_load.py
 
 # Stamps, so that an environment is made once and again when what it is made from changes.

@@ -70,9 +70,8 @@ def test_decide_with_only_the_runtime_dependencies(bundles: dict[str, Path], tmp
     assert "pip install 'clef-trt[export]'" in refused.stderr
 
 
-SCRIPTS = [
-    path.name for path in sorted((ROOT / "bench").glob("*.py")) if not path.name.startswith("device_")
-]  # its parts
+# device_*.py are the parts of device.py.
+SCRIPTS = [path.name for path in sorted((ROOT / "bench").glob("*.py")) if not path.name.startswith("device_")]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
